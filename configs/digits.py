@@ -2,8 +2,8 @@
 
     tfdist train --config=configs/digits.py --workdir=DIR
 
-Takes about 15 s on 2 cores; expect val_accuracy >= 0.97. The same as the preset: `--config=digits`. Copy it, and change what
-it returns; `tfdist train --help` explains all fields.
+Takes about 15 s on 2 cores; expect val_accuracy >= 0.97. The preset `--config=digits` is the same configuration. Copy this
+file and change the fields; `tfdist train --help` explains all fields.
 """
 
 from tfdist.config import OptimizerConfig, StrategyConfig, TrainConfig
@@ -11,7 +11,7 @@ from tfdist.config import OptimizerConfig, StrategyConfig, TrainConfig
 
 def get_config() -> TrainConfig:
     return TrainConfig(
-        task="digits",  # or your own, as "package.module:Class"
+        task="digits",  # or your own task, as "package.module:Class"
         strategy=StrategyConfig("one_device"),
         global_batch_size=64,
         epochs=10,

@@ -1,9 +1,9 @@
-"""Digits under MultiWorkerMirroredStrategy, in two processes of this machine.
+"""Digits under MultiWorkerMirroredStrategy, in two processes on this machine.
 
     tfdist train --config=configs/digits_multi_worker.py --workdir=DIR
 
-Takes about 30 s on 2 cores; expect val_accuracy >= 0.97. The same as the preset: `--config=digits_multi_worker`. Copy it, and
-change what it returns.
+Takes about 30 s on 2 cores; expect val_accuracy >= 0.97. The preset `--config=digits_multi_worker` is the same configuration.
+Copy this file and change the fields.
 """
 
 from tfdist.config import ClusterConfig, CompressionConfig, OptimizerConfig, StrategyConfig, TrainConfig
@@ -13,7 +13,7 @@ def get_config() -> TrainConfig:
     return TrainConfig(
         task="digits",
         strategy=StrategyConfig("multi_worker_mirrored"),
-        # On several hosts, start the command on each with its TF_CONFIG: then those tasks train together, whatever stands here.
+        # On several hosts, start the command on each host with its TF_CONFIG, which takes precedence over `workers`.
         cluster=ClusterConfig(workers=2),
         global_batch_size=64,  # of both workers together
         epochs=10,

@@ -4,8 +4,8 @@
     tfdist launch --workers=2 -- python examples/custom_train_step.py   # two processes
     tfdist launch --workers=2 --ps=1 -- python examples/custom_train_step.py --strategy=parameter_server
 
-It codes each image of 64 pixels by 8 numbers. Takes about 20 s on 2 cores; expect a loss below 25 nats per image held
-out. To know the mean of each pixel, and no more, has 27.2.
+The model encodes each image of 64 pixels as 8 numbers. Takes about 20 s on 2 cores; expect a loss below 25 nats per
+held-out image. The baseline, the mean of each pixel, has a loss of 27.2.
 """
 
 import argparse
@@ -23,31 +23,31 @@ CODES = 8
 
 @keras.saving.register_keras_serializable("examples")
 class Autoencoder(keras.Model):
-    """Learns codes of images by the evidence lower bound (Kingma and Welling, 2013)."""
+    """A variational autoencoder, trained with the evidence lower bound (Kingma and Welling, 2013)."""
 
     def __init__(self, units: int, **kwargs):
         super().__init__(**kwargs)
         self.units = units
         self.encoder = keras.Sequential([keras.layers.Dense(units, activation="relu"), keras.layers.Dense(2 * CODES)])
         self.decoder = keras.Sequential([keras.layers.Dense(units, activation="relu"), keras.layers.Dense(64)])
-        self.seeds = keras.random.SeedGenerator(1)  # each replica draws numbers of its own
+        self.seeds = keras.random.SeedGenerator(1)  # each replica draws its own numbers
         self.trackers = [keras.metrics.Mean(name=name) for name in ("loss", "reconstruction", "divergence")]
 
     @property
     def metrics(self):
-        return self.trackers  # Keras resets them at the begin of an epoch
+        return self.trackers  # Keras resets these metrics at the start of an epoch
 
     def call(self, images):
-        """Returns the probabilities of the pixels, and what the codes cost in nats, one for each image."""
+        """Returns the probabilities of the pixels, and the divergence of the codes in nats, one value for each image."""
         mean, log_variance = keras.ops.split(self.encoder(images), 2, axis=1)
         codes = mean + keras.ops.exp(log_variance / 2) * keras.random.normal(keras.ops.shape(mean), seed=self.seeds)
         divergence = (keras.ops.square(mean) + keras.ops.exp(log_variance) - log_variance - 1) / 2
         return keras.ops.sigmoid(self.decoder(codes)), keras.ops.sum(divergence, axis=1)
 
     def losses_of(self, images):
-        """Returns the loss and its two parts, each a mean over images: tfdist weighs the replicas by their images."""
+        """Returns the loss and its two terms, each a mean over images: tfdist weights replicas by their number of images."""
         pixels, divergence = self(images)
-        reconstruction = 64 * keras.losses.binary_crossentropy(images, pixels)  # it is a mean over pixels
+        reconstruction = 64 * keras.losses.binary_crossentropy(images, pixels)  # Keras returns the mean over pixels
         means = [keras.ops.mean(reconstruction), keras.ops.mean(divergence)]
         return [sum(means), *means]
 

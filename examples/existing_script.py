@@ -3,7 +3,7 @@
     python examples/existing_script.py                                # one process
     tfdist launch --workers=2 -- python examples/existing_script.py   # two processes
 
-It learns whether a point lies inside a circle. Takes about 10 s; expect an accuracy above 0.9.
+The model learns whether a point lies inside a circle. Takes about 10 s; expect an accuracy above 0.9.
 """
 
 import pathlib
@@ -20,7 +20,7 @@ rng = np.random.default_rng(1)
 x = rng.uniform(-1, 1, (2048, 2)).astype(np.float32)
 y = (np.square(x).sum(axis=1) < 0.64).astype(np.float32)
 
-with trainer.scope():  # (2) around what builds, loads or compiles the model
+with trainer.scope():  # (2) around the code that builds, loads or compiles the model
     model = keras.Sequential(
         [
             keras.Input((2,)),

@@ -1,11 +1,11 @@
-"""A GAN in a training loop of your own: two networks, two optimizers, GradientTape, and a critic's gradient penalty.
+"""A GAN in a custom training loop: two networks, two optimizers, GradientTape, and a critic's gradient penalty.
 
     python examples/gan_custom_loop.py                                # one process
     tfdist launch --workers=2 -- python examples/gan_custom_loop.py   # two processes
     tfdist launch --workers=1 --ps=1 -- python examples/gan_custom_loop.py --strategy=parameter_server
 
-It learns points on a circle, which lie around eight places. Takes about 30 s on 2 cores; expect an error below 0.2: the mean
-distance of made points from the nearest place, where 0.05 is that of real points and 1 that of the untrained network's.
+The GAN learns a mixture of points around eight modes on a circle. Takes about 30 s on 2 cores; expect an error below 0.2. The
+error is the mean distance of generated points from the nearest mode: 0.05 for real points, 1 for the untrained network.
 """
 
 import argparse
@@ -22,12 +22,12 @@ parser.add_argument("--epochs", type=int, default=30)
 parser.add_argument("--steps", type=int, default=100, help="steps per epoch")
 args = parser.parse_args()
 
-trainer = tfdist.Trainer(args.strategy, backup_dir="runs/gan_backup")  # before any tensor; an interrupted run goes on
+trainer = tfdist.Trainer(args.strategy, backup_dir="runs/gan_backup")  # before any tensor; interrupted runs resume
 keras.utils.set_random_seed(1)
 angles = np.arange(8) * np.pi / 4
-places = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
+modes = np.stack([np.cos(angles), np.sin(angles)], axis=1).astype(np.float32)
 rng = np.random.default_rng(1)
-points = places[rng.integers(8, size=20000)] + rng.normal(0, 0.04, (20000, 2)).astype(np.float32)
+points = modes[rng.integers(8, size=20000)] + rng.normal(0, 0.04, (20000, 2)).astype(np.float32)
 data = tf.data.Dataset.from_tensor_slices(points).shuffle(20000, seed=1).repeat().batch(128).prefetch(tf.data.AUTOTUNE)
 
 
@@ -39,11 +39,11 @@ def network(inputs, outputs):
 with trainer.scope():
     generator, critic = network(8, 2), network(2, 1)
     generator_optimizer, critic_optimizer = (keras.optimizers.Adam(1e-3, beta_1=0.5, beta_2=0.99) for _ in range(2))
-    seeds = keras.random.SeedGenerator(1)  # each replica draws numbers of its own
+    seeds = keras.random.SeedGenerator(1)  # each replica draws its own numbers
 
 
 def train(real):
-    """One step on a replica's part of a batch: losses are means over it."""
+    """Runs one step on a replica's part of a batch; each loss is the mean over this part."""
     made = generator(keras.random.normal((tf.shape(real)[0], 8), seed=seeds))
     with tf.GradientTape() as tape:
         with tf.GradientTape() as inner:
@@ -62,8 +62,9 @@ def train(real):
 
 
 def error():
+    """Returns the mean distance of generated points from the nearest mode, and the number of modes reached."""
     noise = np.random.default_rng(2).standard_normal((2000, 8)).astype(np.float32)
-    distances = np.linalg.norm(generator.predict(noise, verbose=0)[:, None] - places, axis=2)
+    distances = np.linalg.norm(generator.predict(noise, verbose=0)[:, None] - modes, axis=2)
     return distances.min(axis=1).mean(), len(np.unique(distances.argmin(axis=1)))
 
 
@@ -72,9 +73,9 @@ logs = []
 for number, real in enumerate(step.loop(data, epochs=args.epochs, steps_per_epoch=args.steps), 1):
     logs.append(step(real))
     if number % (5 * args.steps) == 0 and trainer.is_chief:
-        means = {name: np.mean([each[name] for each in logs[-args.steps :]]) for name in logs[-1]}
+        means = {name: np.mean([step_logs[name] for step_logs in logs[-args.steps :]]) for name in logs[-1]}
         print(f"step {number}: " + ", ".join(f"{name} {value:.3f}" for name, value in means.items()))
-found, reached = error()
+mean_distance, modes_reached = error()
 trainer.save(generator, "runs/gan_custom_loop.keras")
 if trainer.is_chief:
-    print(f"error {found:.3f}; {reached} of 8 places reached")
+    print(f"error {mean_distance:.3f}; {modes_reached} of 8 modes reached")

@@ -4,8 +4,8 @@
     tfdist launch --workers=2 -- python examples/image_cnn.py   # two processes
     tfdist launch --workers=2 --ps=1 -- python examples/image_cnn.py --strategy=parameter_server
 
-Where the folder `runs/shapes` is missing, the script writes 2400 images to it: a circle, cross, square or triangle of any
-size and colour, somewhere on a noisy background. Takes about 2 minutes on 2 cores; expect a validation accuracy above 0.9.
+If the folder `runs/shapes` is missing, the script writes 2400 images to it: a circle, cross, square or triangle of random
+size, colour and position on a noisy background. Takes about 2 minutes on 2 cores; expect a validation accuracy above 0.9.
 """
 
 import argparse
@@ -40,7 +40,7 @@ def draw(kind: str, rng: np.random.Generator) -> np.ndarray:
 
 
 def write_images(folder: pathlib.Path, images_per_class: int) -> None:
-    """Writes the images of each class to a folder of its name, unless they are there."""
+    """Writes the images of each class to a folder named after the class, unless `folder` exists."""
     if folder.exists():
         return
     rng = np.random.default_rng(1)
@@ -52,13 +52,13 @@ def write_images(folder: pathlib.Path, images_per_class: int) -> None:
             jpeg = tf.io.encode_jpeg(draw(kind, rng), quality=90)
             (unfinished / kind / f"{number:04}.jpg").write_bytes(jpeg.numpy())
     try:
-        os.rename(unfinished, folder)  # at once, so that no worker reads a part
-    except OSError:  # another worker was first, with the same images
+        os.rename(unfinished, folder)  # atomic, so that no worker reads an incomplete folder
+    except OSError:  # another worker has already written the same images
         shutil.rmtree(unfinished)
 
 
 def residual_block(x, filters: int, strides: int):
-    """Two convolutions beside a shortcut, as in "Deep Residual Learning for Image Recognition" (He et al., 2015)."""
+    """Returns two convolutions plus a shortcut, as in "Deep Residual Learning for Image Recognition" (He et al., 2015)."""
     shortcut = x
     if strides > 1:
         shortcut = normalize(keras.layers.Conv2D(filters, 1, strides, use_bias=False)(x))
@@ -73,7 +73,7 @@ def normalize(x):
 
 
 def resnet18() -> keras.Model:
-    """The network of 11.2 million parameters; augmentation is its first part, so that each replica draws its own."""
+    """Returns a network of 11.2 million parameters. Its first layers augment, so that each replica draws its own numbers."""
     inputs = keras.Input((SIZE, SIZE, 3))
     x = keras.layers.RandomFlip("horizontal")(inputs)
     x = keras.layers.RandomTranslation(0.1, 0.1, fill_mode="nearest")(x)
@@ -91,9 +91,11 @@ def resnet18() -> keras.Model:
 parser = argparse.ArgumentParser()
 parser.add_argument("--strategy", default="multi_worker_mirrored")
 parser.add_argument(
-    "--images", type=pathlib.Path, default=pathlib.Path("runs/shapes"), help="folder with a folder per class"
+    "--images", type=pathlib.Path, default=pathlib.Path("runs/shapes"), help="folder that has one folder per class"
 )
-parser.add_argument("--images_per_class", type=int, default=600, help="how many to write where the folder is missing")
+parser.add_argument(
+    "--images_per_class", type=int, default=600, help="number of images to write if the folder is missing"
+)
 parser.add_argument("--epochs", type=int, default=4)
 parser.add_argument("--steps", type=int, default=-1, help="steps per epoch; default: all images")
 args = parser.parse_args()
@@ -104,7 +106,7 @@ write_images(args.images, args.images_per_class)
 train, validation = keras.utils.image_dataset_from_directory(
     args.images,
     image_size=(SIZE, SIZE),
-    batch_size=32,  # of all replicas together
+    batch_size=32,  # over all replicas
     validation_split=0.2,
     subset="both",
     seed=1,  # the same on all workers

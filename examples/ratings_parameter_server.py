@@ -4,8 +4,9 @@
     python examples/ratings_parameter_server.py --strategy=one_device                       # one process
     tfdist launch --workers=2 -- python examples/ratings_parameter_server.py --strategy=multi_worker_mirrored
 
-A rating is 3, plus the product of the user's and the item's tastes, plus noise of deviation 0.5: no model has a smaller error,
-and to say 3 always has 1.5. Takes about 40 s on 2 cores; expect a root mean squared error below 0.6 on ratings held out.
+A rating is 3, plus the product of the user's and the item's tastes, plus noise of standard deviation 0.5. No model has an
+error below 0.5; predicting 3 for every rating has 1.5. Takes about 40 s on 2 cores; expect a root mean squared error below 0.6
+on held-out ratings.
 """
 
 import argparse
@@ -18,11 +19,11 @@ import tensorflow as tf
 import tfdist
 
 USERS, ITEMS, TASTES = 2000, 1000, 4
-BATCH_SIZE = 512  # of a step
+BATCH_SIZE = 512  # examples in a step
 
 
 def draw_ratings(count: int) -> tuple[dict[str, np.ndarray], np.ndarray]:
-    """Returns users and items, `[count]` each, and how the users rate the items."""
+    """Returns users and items, `[count]` each, and the ratings, `[count]`."""
     rng = np.random.default_rng(1)
     user_tastes, item_tastes = rng.normal(0, 1, (USERS, TASTES)), rng.normal(0, 0.7, (ITEMS, TASTES))
     user, item = rng.integers(USERS, size=count, dtype=np.int32), rng.integers(ITEMS, size=count, dtype=np.int32)
@@ -35,14 +36,14 @@ def dataset(begin: int, end: int) -> tf.data.Dataset:
 
 
 def train_data(context: tf.distribute.InputContext) -> tf.data.Dataset:
-    """Returns one worker's share, without end: each worker calls this and reads for itself."""
+    """Returns one worker's share as an infinite dataset. Each worker calls this function and reads its own share."""
     share = dataset(HELD_OUT, len(y)).shard(context.num_input_pipelines, context.input_pipeline_id)
     batch_size = context.get_per_replica_batch_size(BATCH_SIZE)
     return share.shuffle(len(y), seed=1).repeat().batch(batch_size).prefetch(tf.data.AUTOTUNE)
 
 
 def build_model() -> keras.Model:
-    """Returns the product of embeddings, plus what a user or an item adds to every rating."""
+    """Returns a model of ratings: the product of embeddings, plus an offset for each user and each item."""
     names = {"user": USERS, "item": ITEMS}
     inputs = {name: keras.Input((), dtype="int32", name=name) for name in names}
     embeddings = [
@@ -76,7 +77,7 @@ with trainer.scope():
 callbacks = [keras.callbacks.EarlyStopping("val_rmse", mode="min", patience=2, restore_best_weights=True)]
 model.fit(
     train_data,
-    steps_per_epoch=args.steps,  # endless data have no epochs of their own
+    steps_per_epoch=args.steps,  # infinite data do not define the length of an epoch
     validation_data=validation,
     epochs=args.epochs,
     callbacks=callbacks,

@@ -1,11 +1,11 @@
-"""A small transformer that predicts the next byte of English prose, beside a 3-gram model of the same text.
+"""A small transformer that predicts the next byte of English prose, compared with a 3-gram model of the same text.
 
     python examples/text_transformer.py                                # one process
     tfdist launch --workers=2 -- python examples/text_transformer.py   # two processes
     tfdist launch --workers=2 --ps=1 -- python examples/text_transformer.py --strategy=parameter_server
 
-The text is the docstrings of Python's standard library, every tenth of which is held out. Takes about 2 minutes on 2 cores;
-expect a perplexity of the transformer below 6 on those held out. The 3-gram model's is about 7.3.
+The text is the docstrings of Python's standard library; every tenth docstring is held out. Takes about 2 minutes on 2 cores;
+expect a perplexity of the transformer below 6 on held-out docstrings. The 3-gram model has a perplexity of about 7.3.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import tensorflow as tf
 
 import tfdist
 
-LENGTH = 128  # bytes that the model sees at most
+LENGTH = 128  # bytes of context
 VOCABULARY = 128  # ASCII
 
 
@@ -35,11 +35,11 @@ def docstrings_of(node: ast.Module | ast.ClassDef | ast.FunctionDef) -> Iterator
 def read_docstrings() -> list[str]:
     """Returns the docstrings of the standard library, each once, in the order of its files."""
     library = pathlib.Path(sysconfig.get_path("stdlib"))
-    found = {}  # a dictionary keeps the order
+    texts = {}  # a dictionary keeps the order
     for path in sorted([*library.glob("*.py"), *library.glob("[a-z]*/*.py")]):
         if path.parent.name not in ("test", "idlelib", "lib2to3", "site-packages"):
-            found.update(dict.fromkeys(docstrings_of(ast.parse(path.read_bytes()))))
-    return [text for text in found if text.isascii() and len(text) > 40]
+            texts.update(dict.fromkeys(docstrings_of(ast.parse(path.read_bytes()))))
+    return [text for text in texts if text.isascii() and len(text) > 40]
 
 
 def encode(texts: list[str]) -> np.ndarray:
@@ -49,7 +49,7 @@ def encode(texts: list[str]) -> np.ndarray:
 def trigram_perplexity(train: np.ndarray, heldout: np.ndarray) -> float:
     """Returns the perplexity of a 3-gram model, smoothed by 2-grams and 1-grams (Witten and Bell, 1991)."""
 
-    def grams(text, order):  # a number for the bytes that end at each byte, from the third on
+    def grams(text, order):  # encodes the last `order` bytes at each position, from the third on, as one number
         return sum(text[2 - i : len(text) - i].astype(np.int64) * VOCABULARY**i for i in range(order))
 
     probability = 1 / VOCABULARY
@@ -63,14 +63,14 @@ def trigram_perplexity(train: np.ndarray, heldout: np.ndarray) -> float:
 
 
 def windows(text: np.ndarray) -> tf.data.Dataset:
-    """Returns pairs of LENGTH bytes and the same moved by one: what comes after each of them."""
+    """Returns pairs of LENGTH bytes and the next byte after each of them."""
     rows = np.lib.stride_tricks.sliding_window_view(text, LENGTH + 1)[::LENGTH]
     return tf.data.Dataset.from_tensor_slices((rows[:, :-1], rows[:, 1:]))
 
 
 @keras.saving.register_keras_serializable("examples")
 class AddPositions(keras.layers.Layer):
-    """Adds a learned vector for each position."""
+    """A layer that adds a learned vector for each position."""
 
     def build(self, shape):
         self.positions = self.add_weight(shape=shape[1:], initializer=keras.initializers.RandomNormal(stddev=0.02))
@@ -82,7 +82,9 @@ class AddPositions(keras.layers.Layer):
 def transformer(width: int, heads: int, blocks: int) -> keras.Model:
     inputs = keras.Input((LENGTH,), dtype="int32")
     x = AddPositions()(keras.layers.Embedding(VOCABULARY, width)(inputs))
-    x = keras.layers.Conv1D(width, 4, padding="causal")(x)  # what the last bytes say, which attention learns slowly
+    x = keras.layers.Conv1D(width, 4, padding="causal")(
+        x
+    )  # the last bytes' local context, which attention learns slowly
     for _ in range(blocks):
         y = keras.layers.LayerNormalization()(x)
         x = x + keras.layers.MultiHeadAttention(heads, width // heads)(y, y, use_causal_mask=True)
@@ -94,14 +96,14 @@ def transformer(width: int, heads: int, blocks: int) -> keras.Model:
 parser = argparse.ArgumentParser()
 parser.add_argument("--strategy", default="multi_worker_mirrored")
 parser.add_argument("--epochs", type=int, default=1)
-parser.add_argument("--steps", type=int, default=-1, help="steps per epoch; default: the whole text")
+parser.add_argument("--steps", type=int, default=-1, help="steps per epoch; default: all of the text")
 args = parser.parse_args()
 
 trainer = tfdist.Trainer(args.strategy)  # before any tensor
 keras.utils.set_random_seed(1)
 docstrings = read_docstrings()
 heldout = encode(docstrings[::10])
-text = encode([each for number, each in enumerate(docstrings) if number % 10])
+text = encode([docstring for index, docstring in enumerate(docstrings) if index % 10])
 train = (
     windows(text).shuffle(100_000, seed=1).batch(16, drop_remainder=True).take(args.steps).prefetch(tf.data.AUTOTUNE)
 )

@@ -4,8 +4,8 @@
     tfdist launch --workers=2 -- python examples/transfer_learning.py   # two processes
     tfdist launch --workers=2 --ps=1 -- python examples/transfer_learning.py --strategy=parameter_server
 
-Between both it is saved and loaded, as if others had trained it. First a new head learns on the frozen network, then all of
-it at a smaller rate. Takes about 20 s on 2 cores; expect an accuracy above 0.9 on the new digits.
+Between the two tasks the network is saved and loaded, like a published network. First a new head is trained on the frozen
+network, then all layers at a smaller learning rate. Takes about 20 s on 2 cores; expect an accuracy above 0.9 on the new digits.
 """
 
 import argparse
@@ -20,15 +20,15 @@ from tfdist.tasks import digits
 
 
 def images_of(classes: range, subset: tuple[np.ndarray, np.ndarray], per_class: int | None = None) -> tf.data.Dataset:
-    """Returns the images of five classes, labelled 0 to 4; of each class the first `per_class`."""
+    """Returns the images of five classes, labelled 0 to 4: the first `per_class` images of each class, or all."""
     images, labels = subset
-    chosen = np.concatenate([np.flatnonzero(labels == each)[:per_class] for each in classes])
+    chosen = np.concatenate([np.flatnonzero(labels == digit)[:per_class] for digit in classes])
     pairs = tf.data.Dataset.from_tensor_slices((images[chosen], labels[chosen] - classes.start))
     return pairs.shuffle(len(chosen), seed=1).batch(16).take(args.steps).prefetch(tf.data.AUTOTUNE)
 
 
 def build_network() -> keras.Model:
-    """Returns a network that makes 256 features of an image."""
+    """Returns a network that computes 256 features of an image."""
     layers = [keras.Input((8, 8, 1))]
     for filters in (32, 64):
         layers += [
@@ -66,7 +66,7 @@ trainer = tfdist.Trainer(args.strategy)  # before any tensor
 keras.utils.set_random_seed(1)
 train, validation = digits.load()
 
-# 1. The network learns the first task, and is saved without its head.
+# 1. Train the network on the first task, and save it without its head.
 with trainer.scope():
     network = build_network()
     model = add_head(network)
@@ -76,7 +76,7 @@ report("digits 0 to 4", model, images_of(range(5), validation))
 pathlib.Path("runs").mkdir(exist_ok=True)
 trainer.save(network, "runs/network.keras")
 
-# 2. A new head learns the second task. What is frozen is not updated, and costs no communication.
+# 2. Train a new head on the second task. Frozen layers are not updated, and cost no communication.
 few, new = images_of(range(5, 10), train, per_class=10), images_of(range(5, 10), validation)
 with trainer.scope():
     network = keras.models.load_model("runs/network.keras")
@@ -86,7 +86,7 @@ with trainer.scope():
 model.fit(few, epochs=3 * args.epochs, verbose=2)
 report("digits 5 to 9, frozen network", model, new)
 
-# 3. Everything learns, at a smaller rate. What is trainable counts when the model is compiled: compile it anew.
+# 3. Train all layers at a smaller rate. `trainable` takes effect when the model is compiled: compile it again.
 with trainer.scope():
     network.trainable = True
     compile_model(model, 3e-4)

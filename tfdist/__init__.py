@@ -1,6 +1,6 @@
 """Keras 3 `model.fit` on every `tf.distribute` strategy.
 
-Names are loaded when they are first used: `import tfdist` loads no TensorFlow.
+Names are loaded on first use: `import tfdist` does not load TensorFlow.
 """
 
 import importlib

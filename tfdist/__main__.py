@@ -1,4 +1,4 @@
-"""The command `tfdist`: finds the command that is named, and leaves the rest to it. No TensorFlow here."""
+"""The program `tfdist`, which runs the command of its first argument. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -12,36 +12,36 @@ from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.runtime import process_end
 from tfdist.version import __version__
 
-# The module of each command, and what the help says of it.
+# Command to its module and its line in the help.
 COMMANDS = {
-    "train": ("tfdist.commands.train", "train what a preset or a config file says"),
-    "presets": ("tfdist.commands.presets", "list the presets that tfdist train --config takes"),
+    "train": ("tfdist.commands.train", "train the configuration of a preset or a file"),
+    "presets": ("tfdist.commands.presets", "list the presets for tfdist train --config"),
     "launch": (
         "tfdist.commands.launch",
         "run a script as several tasks, on this machine or on several, and restart them",
     ),
-    "cluster": ("tfdist.commands.cluster", "show or check the cluster found here, emit jobs for schedulers"),
-    "backup": ("tfdist.commands.backup", "show the backups of a run, export a model from one"),
-    "doctor": ("tfdist.commands.doctor", "say what this machine and environment give, and what to fix"),
-    "new-task": ("tfdist.commands.new_task", "write the files that a task of your own begins with"),
+    "cluster": ("tfdist.commands.cluster", "show or check the cluster of this process, emit jobs for schedulers"),
+    "backup": ("tfdist.commands.backup", "show the backups of a run, export a model from a backup"),
+    "doctor": ("tfdist.commands.doctor", "check this machine and environment, and say what to fix"),
+    "new-task": ("tfdist.commands.new_task", "write the first files of your own task"),
 }
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the command that is named; returns its exit code, or 2 where there is no such command.
+    """Runs a command; returns its exit code, or 2 for an unknown command.
 
     Args:
-        argv: The program's name and its arguments. None means those of this process, which the command may then end.
+        argv: The program's name and its arguments. None means this process's arguments; the command may then end the process.
     """
     if argv is not None:
         return process_end.run_command(_main, argv)
     process_end.before_imports()
     try:
         folder = os.getcwd()
-    except OSError as e:  # it has been removed, and paths mean nothing
+    except OSError as e:  # the folder has been removed, so relative paths are invalid
         print(f"tfdist: the current folder cannot be used ({e.strerror}): change to another one.", file=sys.stderr)
         return 2
-    # As `python -m` has it: tasks of your own are looked for in the current folder.
+    # As with `python -m`, custom tasks are imported from the current folder.
     if not sys.flags.safe_path and folder not in sys.path:
         sys.path.insert(0, folder)
     code = process_end.run_command(functools.partial(_main, imported=process_end.after_imports), sys.argv)
@@ -51,18 +51,18 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str], imported: Callable[[], None] = lambda: None) -> int:
-    word, rest = (argv[1], argv[2:]) if len(argv) > 1 else ("", [])
-    if word == "help" and rest:  # `tfdist help train`
-        word, rest = rest[0], ["--help"]
+    word, arguments = (argv[1], argv[2:]) if len(argv) > 1 else ("", [])
+    if word == "help" and arguments:  # `tfdist help train`
+        word, arguments = arguments[0], ["--help"]
     name = word.replace("_", "-")
     if word in ("--help", "-h", "help"):
         print(_help())
-    elif word == "--version" or (name in COMMANDS and list(rest) == ["--version"]):
+    elif word == "--version" or (name in COMMANDS and list(arguments) == ["--version"]):
         print(f"tfdist {__version__}")
     elif name in COMMANDS:
         module = importlib.import_module(COMMANDS[name][0])
         imported()
-        return int(module.main([f"tfdist {name}", *rest]))
+        return int(module.main([f"tfdist {name}", *arguments]))
     else:
         known = ("--help", "--version") if word.startswith("-") else COMMANDS
         what = "flag" if word.startswith("-") else "command"

@@ -1,4 +1,4 @@
-"""Names of types that annotations share. Those that Python cannot state, such as a structure of tensors, are `Any` to a type checker."""
+"""Names of types for annotations. Types that Python cannot express, such as a structure of tensors, are `Any` for a type checker."""
 
 from __future__ import annotations
 
@@ -14,17 +14,21 @@ if TYPE_CHECKING:
 
 # Data
 Structure: TypeAlias = Any  # a tensor, or nested lists, tuples and dicts of tensors: a batch, inputs, outputs
-Spec: TypeAlias = Any  # a structure of tf.TypeSpec, as of `element_spec`
-Data: TypeAlias = Any  # as `fit` takes it: arrays, a dataset, a PyDataset, a generator, or a function for each worker
-DataAdapter: TypeAlias = Any  # Keras' object around data, of a private class
+Spec: TypeAlias = Any  # a structure of tf.TypeSpec, like `element_spec`
+Data: TypeAlias = Any  # the `x` of `fit`: arrays, a dataset, a PyDataset, a generator, or a function for each worker
+DataAdapter: TypeAlias = Any  # Keras' adapter of data, of a private class
 DataIterator: TypeAlias = Any  # TensorFlow's iterator of a dataset or of a distributed dataset
 
 # Loops
 Logs: TypeAlias = Any  # names to numbers or tensors, or None; a model's own train_step may return another structure
-Callbacks: TypeAlias = Any  # as `fit` takes it: keras.callbacks.Callback, a sequence of them, a CallbackList, or None
+Callbacks: TypeAlias = (
+    Any  # the `callbacks` of `fit`: a keras.callbacks.Callback, a sequence of them, a CallbackList, or None
+)
 Function: TypeAlias = Callable[..., Any]
-StepFunction: TypeAlias = Any  # what Keras calls for each execution of steps: `model.train_function` or `test_function`
-Step: TypeAlias = Callable[[Structure], Logs]  # `model.train_step` or the like, of one batch
+StepFunction: TypeAlias = (
+    Any  # the function that Keras calls for each execution of steps: `model.train_function` or `test_function`
+)
+Step: TypeAlias = Callable[[Structure], Logs]  # `model.train_step`, `test_step` or `predict_step`, for one batch
 
 # Updates
 Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"  # on several replicas, a value per replica

@@ -17,13 +17,13 @@ if TYPE_CHECKING:
 
 
 class Engine(abc.ABC):
-    """Trains, evaluates and predicts models under one strategy.
+    """The part of a Trainer that trains, evaluates and predicts models under one strategy.
 
     Attributes:
         strategy: The strategy.
-        num_replicas: The number of replicas over all workers; of workers, if they are not in step.
+        num_replicas: The number of replicas over all workers; the number of workers, if they are not in step.
         compressor: Compresses the gradients of attached models, or None.
-        nan_policy: The action after steps that are not finite, as of `Trainer`.
+        nan_policy: The action after steps whose loss or gradient is not finite, as for `Trainer`.
     """
 
     strategy: Strategy
@@ -33,10 +33,10 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def attach(self, model: keras.Model) -> None:
-        """Gives a model the step functions of this engine. In place; again changes nothing.
+        """Sets the step functions of this engine on a model. In place; a second call changes nothing.
 
         Args:
-            model: Made in the strategy's scope.
+            model: A model created in the strategy's scope.
         """
 
     @abc.abstractmethod
@@ -45,19 +45,19 @@ class Engine(abc.ABC):
 
         Args:
             dataset: The dataset, or one that the strategy has distributed.
-            steps: The number of its batches, or None if unknown.
+            steps: The number of batches of the dataset, or None if unknown.
         """
 
     @abc.abstractmethod
     def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
-        """Returns the `DataSource` of a loop over the datasets that a function makes.
+        """Returns the `DataSource` of a loop over the datasets that a function returns.
 
         Args:
             make: Returns the dataset of one input pipeline.
         """
 
     def running(self, model: keras.Model) -> contextlib.AbstractContextManager[Any]:
-        """Surrounds a loop, or a single step, of a model that is attached.
+        """Returns the context of a loop or a single step of an attached model.
 
         Args:
             model: The model.
@@ -69,9 +69,9 @@ class Engine(abc.ABC):
         """Runs an execution of up to `steps_per_execution` steps.
 
         Args:
-            function: The model's `train_function` or `test_function`, which may be one of the user's own.
+            function: The model's `train_function` or `test_function`, which the user may have replaced.
             iterator: A pass over the data.
-            remaining_steps: The number of steps that the epoch or evaluation still has, or None if unknown.
+            remaining_steps: The number of remaining steps of the epoch or evaluation, or None if unknown.
 
         Returns:
             The logs of the last step, or None if the data have ended.
@@ -79,7 +79,7 @@ class Engine(abc.ABC):
 
     @abc.abstractmethod
     def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
-        """Runs a step on one batch, which all replicas of this process are given. Returns its logs.
+        """Runs a step on one batch, which every replica of this process receives. Returns the logs of the step.
 
         Args:
             function: As of `run`.
@@ -93,30 +93,30 @@ class Engine(abc.ABC):
         Args:
             model: The model.
             function: As of `run`.
-            logs: Those of the last step.
+            logs: The logs of the last step.
         """
 
     @abc.abstractmethod
     def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Structure]:
-        """Returns a function that predicts up to so many batches, and returns their outputs as of one; None if the data have ended.
+        """Returns a function that takes a number of batches, and returns the joined outputs of up to so many; None if the data have ended.
 
         Args:
             model: The model.
-            passes: Of the loop; its iterator is there once the function is called.
-            steps: The number of batches of the whole loop, or None for all.
+            passes: The passes of the loop; `passes.iterator` exists when the function is called.
+            steps: The number of batches of the loop, or None for all batches.
         """
 
     @abc.abstractmethod
     def predict_batch(self, model: keras.Model, batch: Structure) -> Structure:
-        """Returns the outputs of one batch, which all replicas of this process are given.
+        """Returns the outputs of one batch, which every replica of this process receives.
 
         Args:
             model: The model.
-            batch: The batch, as of `predict_on_batch`.
+            batch: The batch, as for `predict_on_batch`.
         """
 
     def data_to_predict(self, model: keras.Model, data: Data) -> Structure:
-        """Returns data as `predict` is to be given them.
+        """Returns the data in the form in which `predict` passes them to a loop.
 
         Args:
             model: The model.
@@ -125,14 +125,14 @@ class Engine(abc.ABC):
         return data
 
     def drain(self, model: keras.Model) -> None:  # noqa: B027 (by default there is nothing to do)
-        """Waits until all steps that are under way are counted.
+        """Waits until all steps in flight are counted.
 
         Args:
-            model: Whose steps.
+            model: The model of these steps.
         """
 
     def explaining_errors(self) -> contextlib.AbstractContextManager[Any]:
-        """Turns TensorFlow's error for a lost task into one sentence."""
+        """Returns a context that turns TensorFlow's error for a lost task into an error that names the task."""
         return contextlib.nullcontext()
 
     def peer_preempted(self) -> bool:
@@ -140,19 +140,19 @@ class Engine(abc.ABC):
         return False
 
     def on_exit(self) -> None:  # noqa: B027
-        """Is called where this process ends without Python's own clearing up."""
+        """Runs before this process ends without Python's cleanup."""
 
     def report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns the entries of a report that only this engine has.
+        """Returns the entries that this engine adds to a report.
 
         Args:
-            model: Which was trained.
+            model: The trained model.
         """
         return {}
 
 
 class RunningMeans:
-    """The means of an engine's measurements since they were last taken; safe in several threads."""
+    """The means of an engine's measurements since the last `take`; safe in several threads."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -165,7 +165,7 @@ class RunningMeans:
             self._sums[name] = total + value, count + 1
 
     def take(self) -> dict[str, float]:
-        """Returns the mean of each measure that has a value, and starts again."""
+        """Returns the mean of each measure that has a value, and clears all values."""
         with self._lock:
             sums, self._sums = self._sums, {}
         return {name: total / count for name, (total, count) in sums.items()}

@@ -13,15 +13,15 @@ import traceback
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
-_MOST = 200  # characters of what a message shows
-_LONG_WORD = re.compile(rf"\S{{{_MOST + 50},}}")  # longer than a value that was cut, with what stands around it
+_MOST = 200  # characters of a value in a message
+_LONG_WORD = re.compile(rf"\S{{{_MOST + 50},}}")  # longer than a truncated value with the text around it
 
 
 class ConfigError(ValueError):
-    """The configuration cannot work; carries every error found, not only the first.
+    """The configuration is invalid; the error contains every problem, not only the first.
 
     Args:
-        faults: One sentence per fault; at least one.
+        faults: One sentence per problem; at least one.
 
     Attributes:
         faults: The sentences, as a tuple; each is one printable line.
@@ -36,7 +36,7 @@ class ConfigError(ValueError):
     def __init__(self, faults: str | Iterable[str]):
         sentences = [faults] if isinstance(faults, str) else list(faults)
         self.faults: tuple[str, ...] = tuple(
-            map(printable, sentences or ["something is wrong, but no fault was named."])
+            map(printable, sentences or ["internal error: a ConfigError was raised without a message."])
         )
         super().__init__("\n".join(self.faults))
 
@@ -57,7 +57,7 @@ class ClusterError(_OneLineError):
 
 
 class BackupError(_OneLineError):
-    """A backup could not be written, or none of those that are there can be read.
+    """A backup could not be written, or no existing backup can be read.
 
     Examples:
         >>> import tfdist
@@ -67,7 +67,7 @@ class BackupError(_OneLineError):
 
 
 def printable(text: str) -> str:
-    """Returns a text as one line that steers no terminal: control characters are escaped, and words cut to 200 characters.
+    """Returns a text as one line that is safe in a terminal: control characters are escaped, and long words truncated to 200 characters.
 
     A message may show foreign text: another program's greeting, a path, a variable.
     """
@@ -76,12 +76,12 @@ def printable(text: str) -> str:
 
 
 def printable_lines(text: object) -> str:
-    """Returns each line of a text as `printable` does."""
+    """Applies `printable` to each line of a text."""
     return "\n".join(map(printable, str(text).split("\n")))
 
 
 def describe_error(error: BaseException) -> str:
-    """Returns type and message of an error."""
+    """Returns the type and the message of an error."""
     try:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
     except Exception:  # the user's own __str__
@@ -90,7 +90,7 @@ def describe_error(error: BaseException) -> str:
 
 
 def format_value(value: Any) -> str:
-    """Returns the value's repr, cut to the length of a sentence."""
+    """Returns the value's repr, truncated to the length of a sentence."""
     try:
         return truncate(repr(value))
     except Exception:  # the user's own __repr__, or an int with too many digits
@@ -98,19 +98,19 @@ def format_value(value: Any) -> str:
 
 
 def truncate(text: str) -> str:
-    """Returns the text as `printable` does, cut to the length of a sentence."""
+    """Applies `printable` to a text, and truncates it to the length of a sentence."""
     line = printable(text)
     return line if len(line) <= _MOST else line[: _MOST - 3] + "..."
 
 
 def list_first(texts: Sequence[str], most: int, separator: str = ", ") -> str:
-    """Returns the first texts of a list, and how many more there are: `"a, b and 3 more"`."""
+    """Returns the first texts of a list, and the number of further texts: `"a, b and 3 more"`."""
     more = f" and {len(texts) - most} more" if len(texts) > most else ""
     return f"{separator.join(texts[:most])}{more}"
 
 
 def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
-    """Returns the sentence for a name that is not in a list of known names."""
+    """Returns the message for a name that is not in a list of known names."""
     known = sorted(known)
     return f"unknown {what} {format_value(received)}{did_you_mean(received, known)} Known: {', '.join(known)}."
 
@@ -123,7 +123,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def collect_errors(faults: list[str]) -> Iterator[None]:
-    """Adds the faults of a `ConfigError` that is raised inside to `faults`, so that others are found, too."""
+    """Appends the messages of a `ConfigError` that is raised inside to `faults`, so that later checks still run."""
     try:
         yield
     except ConfigError as e:
@@ -131,14 +131,14 @@ def collect_errors(faults: list[str]) -> Iterator[None]:
 
 
 def stop_iteration_error(where: str, error: StopIteration) -> RuntimeError:
-    """Returns the error to raise instead of StopIteration, by which Keras' loops mean the end of the data.
+    """Returns the error to raise instead of StopIteration, which Keras' loops would interpret as the end of the data.
 
     Args:
-        where: The function that has raised it.
-        error: The StopIteration; the message names its line, as Keras drops the causes of errors.
+        where: The function that raised StopIteration.
+        error: The StopIteration. The message contains its line, because Keras drops the causes of errors.
     """
     frame = traceback.extract_tb(error.__traceback__)[-1]
     return RuntimeError(
-        f"{where} raised StopIteration ({os.path.basename(frame.filename)}:{frame.lineno}), which would end the epoch as if the data were at their end. Is a next() in it without a "
+        f"{where} raised StopIteration ({os.path.basename(frame.filename)}:{frame.lineno}), which would end the epoch as if the data had ended. Does it call next() without a "
         "default? To end the training, set model.stop_training = True."
     )

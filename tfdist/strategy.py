@@ -1,4 +1,4 @@
-"""`Strategy`: the attributes that packages share on a strategy, beside the members of `tf.distribute.Strategy` that they use."""
+"""The interface of a strategy: the attributes of tfdist that packages share, and the members of `tf.distribute.Strategy` that they use."""
 
 from __future__ import annotations
 
@@ -26,14 +26,14 @@ class Trains(Protocol):
         """Runs the Trainer's counterpart of Keras' `method` for `model`."""
 
     def on_model_saved(self, model: keras.Model) -> None:
-        """Removes the backups of the finished training runs of `model`, whose own method has saved it."""
+        """Removes the backups of the finished training runs of `model`, after `Model.save` or `Model.export`."""
 
 
 class Attaches(Protocol):
     """The part of an `Engine` that a model without a Trainer calls."""
 
     def attach(self, model: keras.Model) -> None:
-        """Gives a model the step functions of the engine. In place."""
+        """Installs the engine's step functions in a model."""
 
 
 class Statistics(Protocol):
@@ -51,27 +51,27 @@ class Statistics(Protocol):
 
 
 class Strategy(Protocol):
-    """A strategy of tfdist, as `KerasStrategy` implements it. Of TensorFlow's own ones `as_ours` returns None.
+    """A strategy of tfdist, as `KerasStrategy` implements it. For TensorFlow's own strategies `as_ours` returns None.
 
     Attributes:
-        kind: The name by which `create_strategy` made it, such as `"mirrored"`.
-        traits: The traits by which other packages decide.
+        kind: The name with which `create_strategy` created the strategy, such as `"mirrored"`.
+        traits: The traits that other packages test instead of the strategy's type.
         cluster: The cluster of `parameter_server`, for which this process is the chief; else None.
-        cluster_task: The cluster and this process's task in it, where its replicas are in several processes; else None.
-        bucket_bytes: The size of the buckets in which gradients are summed; 0 means one sum of all.
-        gather_loss_bytes: The most bytes that a replica gathers for a loss or metric of the whole batch.
-        transport: The name of the transport of gradients; empty where all replicas are in one process.
+        cluster_task: The cluster and this process's task in it, if the replicas are in several processes; else None.
+        bucket_bytes: The size of the buckets in which gradients are summed; 0 means one bucket.
+        gather_loss_bytes: The maximum bytes per example that replicas gather for a loss or metric of the whole batch.
+        transport: The name of the transport of gradients; empty if all replicas are in one process.
         transport_reason: Why gradients use this transport.
-        communicator: The `Communicator` of its replicas, once `communicator_for` has made it.
+        communicator: The `Communicator` of the replicas, once `communicator_for` has created it.
         unlike_processors: Each worker's number of threads if the workers' processors differ; else empty.
         num_workers: The number of processes with replicas, this one included.
-        local_replicas: The numbers of this process's replicas among all.
-        trainer: The Trainer of the models that are made in its scope, or None.
+        local_replicas: The numbers of this process's replicas among all replicas.
+        trainer: The Trainer of the models that are created in the strategy's scope, or None.
         engine: The engine of models that are trained without a Trainer, or None.
         statistics: The variables of which each replica keeps its own value between steps.
-        combined_weights: The ids of the variables whose copies become one after the step that runs (see `declared_weights`).
-        notes: The flags by which this rank tells the others something at the next step, `[n]` float32, or None.
-        gauges: Variables that steps only measure, and that no backup holds.
+        combined_weights: The ids of the variables whose copies are combined after the running step (see `declared_weights`).
+        flags: What the ranks agree on at a step: this rank's flags, which the next step averages over all ranks, `[n]` float32; or None.
+        gauges: Variables of measurements in steps, which backups do not contain.
         executions: The number of executions of models' functions so far; equal on all tasks between two executions.
     """
 
@@ -88,7 +88,7 @@ class Strategy(Protocol):
     trainer: Trains | None
     engine: Attaches | None
     combined_weights: set[int]
-    notes: tf.Variable | None
+    flags: tf.Variable | None
     gauges: Sequence[tf.Variable]
     executions: int
 
@@ -116,10 +116,10 @@ class Strategy(Protocol):
         """Lets this replica's step compute its loss as if there were no other replica."""
 
     def as_it_is(self) -> contextlib.AbstractContextManager[None]:
-        """Ends `as_one_replica` for the code inside."""
+        """Suspends `as_one_replica` within the context."""
 
     def only_known_optimizers(self) -> contextlib.AbstractContextManager[None]:
-        """Refuses, with several replicas, optimizers whose gradients the Trainer does not reduce."""
+        """Raises, with several replicas, for optimizers whose gradients the Trainer does not reduce."""
 
     def decorrelate_random_numbers(self) -> None:
         """Lets this replica's next random numbers differ from the other replicas'."""

@@ -1,1 +1,1 @@
-"""A task of your own; `tfdist new-task my_task` has written it."""
+"""Your own task, created by `tfdist new-task my_task`."""

@@ -1,4 +1,4 @@
-"""How `my_task` is trained, in the folder that holds `my_task`:
+"""The configuration of `my_task`. In the parent folder of `my_task`, run:
 
 tfdist train --config=my_task/config.py --workdir=runs/my_task
 """

@@ -1,6 +1,6 @@
-"""What `my_task` trains: a model, what to compile it with, and its data.
+"""The task `my_task`: a model, its arguments of `compile`, and its data.
 
-TensorFlow and Keras are imported inside the methods, because a configuration names its task before they are loaded.
+TensorFlow and Keras are imported inside the methods, because the task is imported before TensorFlow is loaded.
 """
 
 import dataclasses
@@ -9,11 +9,11 @@ import tfdist
 
 
 class MyTask(tfdist.Task):
-    """Whether a point lies inside a circle. Put your own model and data in its place."""
+    """Classification of points by whether they lie in a circle. Replace the model and the data by your own."""
 
     @dataclasses.dataclass
     class Options:
-        """What `--config.task_options.units=64` sets.
+        """Options of the task, set by flags such as `--config.task_options.units=64`.
 
         Attributes:
             units: Size of the hidden layer.
@@ -22,7 +22,7 @@ class MyTask(tfdist.Task):
         units: int = 32
 
         def faults(self):
-            """Yields a sentence for each wrong value, told before the training starts."""
+            """Yields a message for each invalid value; they are reported before the training starts."""
             if self.units < 1:
                 yield f"task_options.units must be 1 or more. Received: {self.units}."
 

@@ -1,4 +1,4 @@
-"""`python -m pytest my_task`, in the folder that holds `my_task`."""
+"""Tests of `my_task`. In its parent folder, run `python -m pytest my_task`."""
 
 import json
 import pathlib

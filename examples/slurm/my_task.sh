@@ -10,7 +10,7 @@
 #SBATCH --output=%x-%j.log
 
 # 120 s before the time limit, or at `scancel --signal=TERM JOB`, the tasks save and end with exit code 75.
-# One that ends first must not have the others killed: they may still be saving.
+# Do not kill the remaining tasks when the first one ends: they may still be saving.
 srun --cpus-per-task=1 --kill-on-bad-exit=0 --wait=0 --label python -m tfdist.train --config=my_task/config.py --workdir=runs/my_task --config.cluster.workers=2
 code=$?
 if [ "$code" -eq 75 ]; then

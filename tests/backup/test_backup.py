@@ -225,7 +225,7 @@ def test_keras_own_callback_is_replaced(trainer, tmp_path, capsys):
     assert (steps, before) == (all_steps[6:], all_steps[:8]), "goes on where Keras' would begin the epoch anew"
     assert differences(results, expected) == []
     assert not [*folder.glob("step-*")], "removed when fit ends, as by Keras"
-    assert "takes the place of keras.callbacks.BackupAndRestore" in capsys.readouterr().out
+    assert "replaces keras.callbacks.BackupAndRestore" in capsys.readouterr().out
     fit_line(trainer, keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False), epochs=1)
     assert [*folder.glob("step-*")]
 
@@ -233,7 +233,7 @@ def test_keras_own_callback_is_replaced(trainer, tmp_path, capsys):
 def test_keras_own_callback_is_left_out_beside_a_backup(trainer, tmp_path, capsys):
     fit_line(trainer, keras.callbacks.BackupAndRestore(tmp_path / "other"), backup(tmp_path), epochs=1)
     assert not (tmp_path / "other").exists() and [*(tmp_path / "backup").glob("step-*")]
-    assert "left keras.callbacks.BackupAndRestore out" in capsys.readouterr().out
+    assert "skipped keras.callbacks.BackupAndRestore" in capsys.readouterr().out
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size
@@ -695,7 +695,7 @@ def test_another_seed_than_that_of_the_backup_is_said(trainer, tmp_path, capsys)
             fit(1001, Interrupt(step))
     assert "the random seed" not in capsys.readouterr().out
     fit(1002)
-    assert "the random seed is not that of the backup, which now holds" in capsys.readouterr().out
+    assert "the random seed is not that of the backup, and was replaced by it" in capsys.readouterr().out
 
 
 @pytest.mark.full
@@ -863,9 +863,7 @@ def protect(disk):
 
 @pytest.mark.parametrize("how", tiers.cases([fill, protect], quick=[fill]))
 def test_a_backup_that_cannot_be_written_ends_the_training_and_leaves_the_one_before(trainer, disk, undisturbed, how):
-    with pytest.raises(
-        BackupError, match=r"The backup .*step-6.* could not be written: .*The backups before it are left"
-    ):
+    with pytest.raises(BackupError, match=r"The backup .*step-6.* could not be written: .*Earlier backups remain"):
         life(trainer, backup(disk), callbacks=[Fill(disk, how)], epochs=10)
     if how is protect:
         with pytest.raises(ConfigError, match=r"backup_dir .* cannot be written to: .*ead-only file system"):

@@ -108,4 +108,4 @@ def test_what_cannot_be_exact_is_said_once(trainer, tmp_path, capfd, case):
 
 def test_a_py_dataset_of_another_order_is_found_when_it_matters(trainer, tmp_path, capsys):
     resume(trainer, tmp_path, {"data": lambda: Shuffled(np.random.default_rng())}, *MOMENTS["amid"])
-    assert "resume is not exact: the PyDataset Shuffled comes in another order" in capsys.readouterr().out
+    assert "resume is not exact: the PyDataset Shuffled yields its batches in another order" in capsys.readouterr().out

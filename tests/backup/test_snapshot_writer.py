@@ -30,7 +30,7 @@ def test_a_folder_of_a_run_that_lives_is_refused_and_the_supervisor_is_told(othe
     monkeypatch.setattr(ownership, "_ENDING_SECONDS", 0.3)
     (tmp_path / "progress").mkdir()
     monkeypatch.setenv(progress.FOLDER, str(tmp_path / "progress"))
-    with pytest.raises(ConfigError, match=f"which still runs: process {other.pid} on"):
+    with pytest.raises(ConfigError, match=f"which has not ended: process {other.pid} on"):
         OwnershipMarker(str(tmp_path)).check_free()
     assert progress.has_refusal(tmp_path / "progress")
 

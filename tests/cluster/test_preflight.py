@@ -107,7 +107,7 @@ def test_hosts_that_mean_themselves_are_told_so(addresses, hint):
     spec = ClusterSpec({"worker": addresses})
     with pytest.raises(ClusterError) as caught:
         preflight.wait_until_reachable(spec, spec.tasks(), 0.0)
-    assert ("Every host means itself by" in str(caught.value)) == hint
+    assert ("is each host's own address" in str(caught.value)) == hint
 
 
 def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):
@@ -116,7 +116,7 @@ def test_a_port_that_cannot_be_had_is_not_called_taken(monkeypatch):
 
     monkeypatch.setattr(socket.socket, "bind", refuse)
     spec = ClusterSpec({"worker": ["h:80"]})
-    said = r"port 80 cannot be had \(permission denied\); give the task another port"
+    said = r"port 80 is not available \(permission denied\); give the task another port"
     with pytest.raises(ClusterError, match=said), greeting.listening_for_peers(spec, spec.tasks()[0]):
         pass
 

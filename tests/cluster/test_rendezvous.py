@@ -137,7 +137,9 @@ def test_what_another_user_has_put_there_is_not_trusted(tmp_path):
 def test_what_holds_no_address_is_told(tmp_path, text):
     (tmp_path / "tfdist-job-2").mkdir()
     (tmp_path / "tfdist-job-2" / "1").write_bytes(text)
-    with pytest.raises(ClusterError, match=r"rank 1 cannot be read from .*it holds something else.*Remove that folder"):
+    with pytest.raises(
+        ClusterError, match=r"rank 1 cannot be read from .*its content is not a valid address file.*Remove that folder"
+    ):
         rendezvous.exchange(str(tmp_path), "job", 0, 2, "a:1", 60.0)
 
 

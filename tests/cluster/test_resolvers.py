@@ -280,7 +280,7 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
         ({"OMPI_COMM_WORLD_SIZE": "9" * 5000, "OMPI_COMM_WORLD_RANK": "0"}, "auto", "OMPI_COMM_WORLD_SIZE must be"),
         ({"SM_HOSTS": "[" * 100_000, "SM_CURRENT_HOST": "a"}, "auto", "sagemaker: SM_HOSTS must be a list such as"),
         ({"TF_CONFIG": "{"}, "auto", "TF_CONFIG is not JSON"),
-        ({}, "slurm", "the environment tells of no cluster of slurm: SLURM_STEP_ID is not set."),
+        ({}, "slurm", "the environment describes no cluster of slurm: SLURM_STEP_ID is not set."),
         (
             {**RECORDED_HETEROGENEOUS, "SLURM_JOB_NODELIST_PACK_GROUP_0": "node[0-1]"},
             "auto",

@@ -120,7 +120,7 @@ def test_an_index_may_be_a_text_as_schedulers_write_it():
         ),
         (
             tf_config({"worker": ["h:1", "localhost:2"]}),
-            "worker:1: address 'localhost:2' is each host's own, but worker:0 is at 'h:1'; write the name",
+            "worker:1: address 'localhost:2' is each host's own, but worker:0 is at 'h:1'; write a name",
         ),
         *(
             (

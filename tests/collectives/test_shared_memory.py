@@ -159,7 +159,7 @@ def test_a_stopped_rank_is_waited_for_up_to_the_limit(start):
     assert ranks.line(0) == "again: rank 1 did not take part within 2 seconds"
     stopped(ranks.processes[1])  # or it would stop after it was told to go on
     ranks.processes[1].send_signal(signal.SIGCONT)
-    assert ranks.outputs()[1][0] == "ConnectionError: rank 1 is lost, as rank 0 has found"
+    assert ranks.outputs()[1][0] == "ConnectionError: rank 1 is lost, as rank 0 reports"
 
 
 @pytest.mark.full

@@ -103,7 +103,7 @@ def test_faulty_words_are_one_sentence_each(capsys, backups, tmp_path):
         (
             "show",
             tmp_path / "no",
-        ): f"'{tmp_path}/no' is no folder; give a run's work directory, or the folder of its backups.",
+        ): f"'{tmp_path}/no' is not a folder; give a run's work directory, or the folder of its backups.",
         ("export", backups, "a.h5"): "The model's file must end in '.keras'. Received: 'a.h5'.",
         (
             "export",
@@ -114,12 +114,12 @@ def test_faulty_words_are_one_sentence_each(capsys, backups, tmp_path):
             "export",
             backups,
             tmp_path / "out.keras",
-        ): f"'{backups}' has no config.json of a run beside it, which says how to build the "
+        ): f"'{backups}' has no config.json of a run beside it, which is needed to build the "
         "model. Give the work directory of a run of tfdist train; for a script, build the model in it, and call fit with the same backup_dir.",
     }.items():
         assert run(capsys, *words) == (2, "", f"tfdist: {said}\n")
     (tmp_path / "empty").mkdir()
-    said = f"tfdist: '{tmp_path}/empty' holds no backup: none was made yet, or the run has ended and removed them.\n"
+    said = f"tfdist: '{tmp_path}/empty' has no backup: the run has not saved any yet, or has ended and removed them.\n"
     assert run(capsys, "show", tmp_path / "empty") == (1, "", said)
 
 

@@ -180,7 +180,7 @@ ROWS += [
     Row(("doctor", "--no-devices=3"), ("--nodevices=3 does not take an argument.",)),
     Row(("doctor", "--json=perhaps"), ("flag --json=perhaps: expected true or false. Received: 'perhaps'",)),
     Row(("backup", "export", "d", "x.keras", "--step=x"), ("flag --step=x: expected a whole number. Received: 'x'",)),
-    Row(("backup", "show", ""), ("'' is no folder",)),
+    Row(("backup", "show", ""), ("'' is not a folder",)),
     Row(("launch", "--", "./file"), ("'./file' cannot be run; it is not executable: chmod +x ./file",)),
     Row(("launch", "--", "."), ("'.' cannot be run; it is a folder",)),
     Row(("launch", "--log_dir=/dev/null", "--", "true"), ("--log_dir must be a folder that can be written to",)),

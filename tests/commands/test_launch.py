@@ -72,7 +72,7 @@ def test_what_stands_behind_the_command_is_its_own(arguments, tasks, shown, tmp_
     done = subprocess.run(launch, capture_output=True, text=True, timeout=60, cwd=tmp_path)
     assert done.returncode == 0, done.stderr
     lines = [
-        line for line in done.stdout.splitlines() if not line.startswith("tfdist: no task has made a tfdist.Trainer")
+        line for line in done.stdout.splitlines() if not line.startswith("tfdist: no task has created a tfdist.Trainer")
     ]
     assert sorted(lines) == sorted(f"[{task}] {shown}" for task in tasks)
 

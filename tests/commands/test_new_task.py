@@ -35,7 +35,7 @@ def test_the_example_is_what_the_command_writes(tmp_path):
         (["new-task", "none"], "The name of a task must be a Python identifier, such as my_task. Received: 'none'.\n"),
         (
             ["new-task", "json"],
-            "json is the name of a module that Python finds already, and the task would hide; choose another one.\n",
+            "json is the name of an importable module, which the task would hide; choose another name.\n",
         ),
         (["new_task", "a", "b"], "Usage: tfdist new-task NAME [--dir=DIR]. Received: a b --dir={tmp}\n"),
         (["new-task", "a", "--dirs=b"], "unknown flag '--dirs'; did you mean '--dir'? Known: --dir, --help.\n"),

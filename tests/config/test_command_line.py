@@ -57,7 +57,7 @@ def test_what_is_left_to_the_caller_stays_as_it_is(values):
 @pytest.mark.parametrize("arguments", [["--undefok=max", "--max=3"], ["-undefok", "a"], ["--flagfile={}"]])
 def test_what_would_hide_misspelt_flags_is_refused_and_not_in_the_help(values, arguments, tmp_path):
     (tmp_path / "flags").write_text("--undefok=max\n")
-    with pytest.raises(ConfigError, match=r"^--undefok is not supported, as it hides misspelt flags"):
+    with pytest.raises(ConfigError, match=r"^--undefok is not supported, as it hides misspelled flags"):
         command_line.read_flags(values, ["program", *(each.format(tmp_path / "flags") for each in arguments)])
     shown = command_line.help_text(values)
     assert "undefok" not in shown and "okay to specify" not in shown and "--flagfile" in shown and "--log_dir" in shown

@@ -138,14 +138,14 @@ def test_a_name_that_a_flag_sets_leaves_out_the_options_of_the_files_name():
         ("--config.optimizer.options.rho=0.9", "--config.optimizer.options.rho: optimizer 'adam' takes no 'options'"),
         ("--config.optimizer.beta_1.x=3", "unknown config field 'x'. It has no fields."),
         ("--config.optimizer.=3", "optimizer 'adam' takes no ''"),
-        ("--noconfig.optimizer.beta_1", "only a field that is true or false is turned off"),
+        ("--noconfig.optimizer.beta_1", "only a field that is true or false can be turned off"),
         ("--config.epoch=3", "--config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task,"),
         ("--config.optimizer.beta1=3", "optimizer 'adam' takes no 'beta1'; did you mean 'beta_1'? It takes: beta_1,"),
         ("--config.optimiser.momentum=3", "unknown config field 'optimiser'; did you mean 'optimizer'?"),
         ("--config.epochs.x=3", "unknown config field 'x'. It has no fields."),
         ("--config.=3", "unknown config field ''"),
         ("--noconfig.bogus", "--noconfig.bogus: unknown config field 'bogus'"),
-        ("--noconfig.epochs", "--noconfig.epochs: only a field that is true or false is turned off"),
+        ("--noconfig.epochs", "--noconfig.epochs: only a field that is true or false can be turned off"),
         ("--noconfig.deterministic=1", "without a value"),
         ("--config.optimizer=sgd", "this is a group of fields; set one of them, such as --config.optimizer.name=..."),
         (
@@ -179,11 +179,11 @@ def test_a_name_that_a_flag_sets_leaves_out_the_options_of_the_files_name():
         ("--epochs=3", "unknown flag --epochs; did you mean '--config.epochs'?"),
         ("--x\ny", r"unknown flag --x\ny"),
         ("---config.epochs=3", "unknown flag ---config.epochs; did you mean '--config.epochs'?"),
-        ("epochs=3", "'epochs=3' is no flag. Fields are set as --config.field=value."),
-        ("", "'' is no flag."),
-        ("-", "'-' is no flag."),
+        ("epochs=3", "'epochs=3' is not a flag. Fields are set as --config.field=value."),
+        ("", "'' is not a flag."),
+        ("-", "'-' is not a flag."),
         ("--flagfile=no/such/file", "--flagfile: "),
-        ("--undefok=epoch", "--undefok is not supported, as it hides misspelt flags"),
+        ("--undefok=epoch", "--undefok is not supported, as it hides misspelled flags"),
     ],
 )
 def test_a_faulty_argument_is_named(write, argument, said):
@@ -199,7 +199,7 @@ def test_a_faulty_argument_is_named(write, argument, said):
         (["--config.epochs", "many"], "--config.epochs: expected a whole number. Received: 'many'."),
         (["--config.epochs", "--config.seed=1"], "--config.epochs has no value"),
         (["--config.epoch", "3"], "--config.epoch: unknown config field 'epoch'"),
-        (["--config.deterministic", "maybe"], "'maybe' is no flag."),
+        (["--config.deterministic", "maybe"], "'maybe' is not a flag."),
         (["--bogus", "3"], "unknown flag --bogus"),
     ],
 )
@@ -381,7 +381,9 @@ def test_a_file_that_is_missing_or_no_text_is_a_fault(tmp_path):
 def test_faults_that_the_file_reports_are_kept(write):
     text = "from tfdist import ConfigError\ndef get_config():\n    raise ConfigError(['one', 'two'])\n"
     assert faults(write(text)) == ("one", "two")
-    assert faults(write(text.replace("['one', 'two']", "[]"))) == ("something is wrong, but no fault was named.",)
+    assert faults(write(text.replace("['one', 'two']", "[]"))) == (
+        "internal error: a ConfigError was raised without a message.",
+    )
 
 
 def test_the_file_runs_once(write, capsys):
@@ -533,10 +535,10 @@ def test_help_tells_of_each_field_and_of_the_given_configuration(capsys):
     shown = capsys.readouterr().out
     assert "  --config.compression.name=topk\n" in shown
     about = {
-        "optimizer.clipnorm=0.0": "0 means none; likewise `clipvalue` and `global_clipnorm`, of which one may be set.",
+        "optimizer.clipnorm=0.0": "0 means no clipping. At most one of `clipnorm`, `clipvalue` and `global_clipnorm` may be set.",
         "optimizer.momentum=0.9": "Of sgd, rmsprop: 0.0; muon: 0.95.",
-        "compression.compress_ratio=0.1": "The share of each gradient's numbers that `topk` sends, at least one number. Of topk.",
-        "compression.block=256": "Numbers that share a scale, of `int8`; a power of two, at least 4. Of int8.",
+        "compression.compress_ratio=0.1": "The share of each gradient's values that `topk` sends, at least one value. Of topk.",
+        "compression.block=256": "Number of values that share a scale in `int8`; a power of two, at least 4. Of int8.",
     }
     for field, text in about.items():
         assert shown.partition(f"  --config.{field}\n")[2].startswith(f"      {text}\n")

@@ -229,7 +229,7 @@ def test_a_resolver_is_asked_where_its_variable_is_set(install):
         == "tf_config"
     )
     said = fault(discovery.resolve, {}, "own")
-    assert said == "the environment tells of no cluster of own: OWN_HOSTS is not set."
+    assert said == "the environment describes no cluster of own: OWN_HOSTS is not set."
     assert "unknown cluster source 'ownn'; did you mean 'own'?" in fault(discovery.resolve, {}, "ownn")
     assert fault(discovery.resolve, {"IDLE_HOSTS": "a"}).startswith(
         "idle: The module of cluster source 'idle' of distribution own-resolver 1.0 cannot be found"

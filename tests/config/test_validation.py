@@ -150,7 +150,7 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
         ({"task": "digts", "task_options": None}, "Unknown task 'digts'; did you mean 'digits'?"),
         (
             {"task": "collections:Counter"},
-            "task 'collections:Counter' is no tfdist.Task: it has no 'build_model'.",
+            "task 'collections:Counter' is not a tfdist.Task: it has no 'build_model'.",
         ),
         ({"task": "no_such_package:Task"}, "The module of task 'no_such_package:Task' cannot be found"),
         (

@@ -79,7 +79,12 @@ def test_the_backend_of_keras_own_file(tmp_path, text, level):
         ({"TF_CONFIG": '{"cluster": 3}'}, "cluster", ERROR, "TF_CONFIG: 'task' is missing"),
         ({"TF_CONFIG": "{no json"}, "cluster", ERROR, "TF_CONFIG"),
         ({"SLURM_NTASKS": "4"}, "cluster", WARNING, "none"),
-        ({"SLURM_STEP_ID": "0", "TF_CONFIG": "{no json"}, "TF_CONFIG", WARNING, "set beside the variables of slurm"),
+        (
+            {"SLURM_STEP_ID": "0", "TF_CONFIG": "{no json"},
+            "TF_CONFIG",
+            WARNING,
+            "set together with the variables of slurm",
+        ),
         ({"SLURM_STEP_ID": "0", "SLURM_STEP_NUM_TASKS": "x"}, "cluster", ERROR, "slurm: "),
         ({"TF_CONFIG": tf_config(["127.0.0.1:0", "h:1"])}, "cluster", ERROR, "TF_CONFIG: "),
         ({"TF_CONFIG": tf_config(["me:secret@h:1", "i:1"])}, "cluster", ERROR, "TF_CONFIG: worker:0: address 'h:1'"),
@@ -87,7 +92,7 @@ def test_the_backend_of_keras_own_file(tmp_path, text, level):
             {"TF_CONFIG": tf_config(["192.0.2.1:1", "192.0.2.2:1"])},
             "own address",
             WARNING,
-            "worker:0 is to be at 192.0.2.1",
+            "worker:0 should be at 192.0.2.1",
         ),
         (
             {"TF_CONFIG": tf_config(["no-such.invalid:1", "192.0.2.2:1"])},
@@ -230,7 +235,7 @@ def test_versions(tmp_path, monkeypatch):
         ("0,2", 2, WARNING, "0,2; this machine has 0 to 1"),
         ("0,0", 2, WARNING, "0,0"),
         ("GPU-8c1f", 2, OK, "GPU-8c1f"),
-        ("0", 0, NOTE, "0, and no NVIDIA driver is found"),
+        ("0", 0, NOTE, "0, but there is no NVIDIA driver"),
     ],
 )
 def test_visible_gpus(tmp_path, monkeypatch, chosen, present, level, value):

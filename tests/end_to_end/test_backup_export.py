@@ -114,7 +114,7 @@ def test_what_a_backup_does_not_fit_is_refused(killed, tmp_path, capsys):
         assert command.main(["tfdist", "backup", "export", str(killed), str(tmp_path / "a.keras")]) == 2
     finally:
         path.write_text(config)
-    assert "is not of the configuration beside it: task_options was {'filters': 32" in capsys.readouterr().err
+    assert "was written under another configuration: task_options is {'filters': 32" in capsys.readouterr().err
     assert command.main(["tfdist", "backup", "export", str(killed), str(tmp_path / "a.keras"), "--step=1"]) == 1
-    assert "holds no whole backup of step 1." in capsys.readouterr().err
+    assert "holds no complete backup of step 1." in capsys.readouterr().err
     assert not [*tmp_path.iterdir()]

@@ -213,7 +213,7 @@ def test_hosts_that_both_mean_themselves_are_told_so(tasks, two_hosts):
     for number, process in enumerate(tasks.processes):
         assert process.wait(120) == 1
         assert f"Waited 4 s for worker:{1 - number}" in tasks.log(number)
-        assert "Every host means itself by 127.0.0.1: for tasks of several hosts, give addresses" in tasks.log(number)
+        assert "127.0.0.1 is each host's own address: for tasks on several hosts, use addresses" in tasks.log(number)
 
 
 def test_all_hosts_can_be_checked_before(tmp_path):

@@ -434,7 +434,7 @@ def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, wor
         assert process.returncode == 137 and "tfdist: ps:1 was killed by SIGKILL" in output, output
     else:
         assert process.returncode == 0, output
-        assert "tfdist: worker:1 was killed by SIGKILL; the other workers go on" in output
+        assert "tfdist: worker:1 was killed by SIGKILL; the other workers continue" in output
         assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 300
         assert keras.models.load_model(tmp_path / "model.keras").optimizer.iterations.numpy() == 300
     assert not left_over(str(tmp_path))
@@ -544,7 +544,7 @@ class Ends(keras.callbacks.Callback):
     ("workers", "how", "said"),
     [
         (2, "c", "worker:1 failed with exit code 0 before the training has finished"),
-        pytest.param(2, "os", "ends_early.py:9 has called os._exit(0)", marks=pytest.mark.full),
+        pytest.param(2, "os", "ends_early.py:9 called os._exit(0)", marks=pytest.mark.full),
         pytest.param(2, "sys", "ends_early.py:9 has called sys.exit(0)", marks=pytest.mark.full),
         (1, "sys", "ends_early.py:9 has called sys.exit(0) before the training has finished. To end a training early"),
     ],
@@ -605,8 +605,8 @@ def test_the_folder_of_a_run_that_lives_is_no_other_runs(tmp_path):
             second = start(*more)
             output = finish(second)
             assert second.returncode == 2, output
-            assert output.count("\n") == 1 and "Give each run a workdir of its own, or end that process first" in output
-            assert f"workdir '{workdir}' is another run's, which still runs: process {first.pid} on " in output
+            assert output.count("\n") == 1 and "Give each run its own workdir, or end that process first" in output
+            assert f"workdir '{workdir}' belongs to another run, which has not ended: process {first.pid} on " in output
         assert state_of(workdir) == before
     finally:
         first.kill()

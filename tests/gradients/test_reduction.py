@@ -211,7 +211,7 @@ def test_topk_warns_of_adam_and_names_others(trainer):
 
 def test_a_run_that_ends_before_compression_begins_says_so(trainer, capsys):
     model = fitted(trainer, Warmup(Int8(), 4))
-    assert "nothing was compressed: Warmup(Int8(), steps=4) begins after 4 updates, and this training has made 4" in (
+    assert "nothing was compressed: Warmup(Int8(), steps=4) starts after 4 updates, but this training has made 4" in (
         capsys.readouterr().out
     )
     trainer.fit(model, X[:8], Y[:8], batch_size=8, verbose=0)  # the fifth update
@@ -366,7 +366,7 @@ def test_updates_that_are_left_out_are_told(trainer, capsys):
     trainer.compression = FP16()
     model = build(trainer)
     trainer.fit(model, X, 1e9 * Y, batch_size=8, verbose=0)
-    assert "tfdist: 2 updates were left out, because a gradient was not finite, or too large for FP16()" in (
+    assert "tfdist: 2 updates were skipped, because a gradient was not finite, or too large for FP16()" in (
         capsys.readouterr().out
     )
     assert model.optimizer.iterations.numpy() == 0

@@ -98,7 +98,7 @@ def test_a_second_signal_does_not_wait_for_the_grace(job):
     process = job.start(DEAF, "--workers=2", "--grace_seconds=600")
     until(lambda: job.output().count("ready") == 2)
     process.send_signal(signal.SIGTERM)
-    until(lambda: "those left after 600 s are killed, or upon another signal" in job.output())
+    until(lambda: "tasks that still run after 600 s, or at another signal, are killed" in job.output())
     assert process.poll() is None
     process.send_signal(signal.SIGTERM)
     assert process.wait(timeout=60) == 143
@@ -163,7 +163,7 @@ def test_a_launcher_without_its_guardian_still_ends_well(job):
     os.kill(int(children.read_text().split()[0]), signal.SIGKILL)
     (job.folder / "go").write_text("yes")
     assert process.wait(timeout=60) == 0
-    assert [line for line in job.output().splitlines() if "no task has made a tfdist.Trainer" not in line] == []
+    assert [line for line in job.output().splitlines() if "no task has created a tfdist.Trainer" not in line] == []
 
 
 def test_a_killed_worker_is_spared_where_servers_keep_what_it_has_learnt(job):
@@ -171,13 +171,13 @@ def test_a_killed_worker_is_spared_where_servers_keep_what_it_has_learnt(job):
 if TASK == {"type": "worker", "index": 1}:
     os.kill(os.getpid(), signal.SIGKILL)
 elif TASK["type"] == "chief":
-    while "go on" not in pathlib.Path("out").read_text():
+    while "the other workers continue" not in pathlib.Path("out").read_text():
         time.sleep(0.05)
 else:
     sleep_for_ever()
 """
     assert job.run(code, "--workers=2", "--ps=1") == 0
-    assert "tfdist: worker:1 was killed by SIGKILL; the other workers go on" in job.output()
+    assert "tfdist: worker:1 was killed by SIGKILL; the other workers continue" in job.output()
     assert job.alive() == []
 
 
@@ -250,7 +250,10 @@ sleep_for_ever()
     until(lambda: len(list(job.folder.glob("ready-*"))) == 2)
     job.process.send_signal(signal.SIGINT)
     assert job.process.wait(timeout=60) == 130  # the grace is 600
-    assert "tfdist: SIGINT: ending all tasks; those left after 2 s are killed, or upon another signal" in job.output()
+    assert (
+        "tfdist: SIGINT: ending all tasks; tasks that still run after 2 s, or at another signal, are killed"
+        in job.output()
+    )
 
 
 def test_after_ctrl_c_no_traceback_is_shown_of_a_task_that_takes_seconds_to_end(job):
@@ -281,7 +284,9 @@ def test_one_ctrl_c_ends_deaf_and_stopped_tasks_within_seconds_and_says_one_line
     assert process.wait(timeout=60) == 130
     assert not job.alive()
     said = job.output().removeprefix(before)
-    assert said == "tfdist: SIGINT: ending all tasks; those left after 2 s are killed, or upon another signal\n"
+    assert (
+        said == "tfdist: SIGINT: ending all tasks; tasks that still run after 2 s, or at another signal, are killed\n"
+    )
 
 
 def test_a_standard_output_of_text_alone_shows_the_lines(tmp_path):

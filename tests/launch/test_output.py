@@ -53,7 +53,7 @@ def test_the_reason_is_the_line_that_says_something(job, message, reason):
 @pytest.mark.parametrize("what", ["", "import tfdist; tfdist.create_strategy('multi_worker_mirrored', cluster=False)"])
 def test_tasks_that_never_use_tfdist_are_said_to_run_alone(job, what):
     assert job.run(what, "--workers=2") == 0
-    assert ("tfdist: no task has made a tfdist.Trainer or strategy: unless" in job.output()) == (not what)
+    assert ("tfdist: no task has created a tfdist.Trainer or strategy: unless" in job.output()) == (not what)
 
 
 def test_the_first_failure_is_shown_once_and_its_consequences_not_at_all(job):

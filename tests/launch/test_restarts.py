@@ -51,7 +51,7 @@ def test_a_task_that_saved_and_asks_for_another_start_says_how_to_get_it(job):
     assert job.output().splitlines()[-1] == f"tfdist: {AGAIN}"
 
 
-@pytest.mark.parametrize(("tells", "why"), [("mark_backed_up()", ""), ("", ", as there is no backup_dir")])
+@pytest.mark.parametrize(("tells", "why"), [("mark_backed_up()", ""), ("", ", because no backup_dir is set")])
 def test_a_restart_without_backups_says_why_it_begins_at_step_0(job, tells, why):
     code = f"{TELL}from tfdist.runtime.progress import mark_backed_up\ntell(12, 0)\n{tells}\nsys.exit(7)"
     assert job.run(code, "--max_restarts=1") == 7
@@ -65,7 +65,7 @@ AT_THE_CHIEF = "the chief's last backup, if there is one"
     ("restarts", "code", "said"),
     [
         (1, "tell(12); mark_backed_up(); exit(7)", f"restart 1/1 from {AT_THE_CHIEF}. Full output: "),
-        (1, "tell(12); exit(7)", "restart 1/1 from step 0, as there is no backup_dir. Full output: "),
+        (1, "tell(12); exit(7)", "restart 1/1 from step 0, because no backup_dir is set. Full output: "),
         (1, "exit(7)", f"restart 1/1 from {AT_THE_CHIEF}. Full output: "),
         (1, "tell(12); mark_backed_up(); exit(75)", f"at step 12; starting again from {AT_THE_CHIEF}"),
         (0, "tell(12); mark_backed_up(); exit(75)", f"Run the same command again to continue from {AT_THE_CHIEF}"),
@@ -162,7 +162,7 @@ def test_a_step_that_fails_three_times_ends_the_run(job):
 
 def test_a_faulty_configuration_is_not_tried_again(job):
     assert job.run("sys.exit(2)", "--max_restarts=3") == 2
-    assert "a faulty command line or configuration stays so" in job.output()
+    assert "an invalid command line or configuration would fail again" in job.output()
 
 
 def test_a_worker_of_parameter_servers_is_started_again_alone(job):
@@ -205,7 +205,7 @@ def test_tasks_that_are_told_to_go_are_started_again_without_spending_a_restart(
     code = f"{LIFE}{TELL}tell(5 + LIFE, 5)\nsys.exit(75 if LIFE < 2 else 0)"
     assert job.run(code, "--workers=2", "--max_restarts=1") == 0
     for step in (5, 6):
-        assert f"was told to end (SIGTERM) at step {step}; starting again from step 5" in job.output()
+        assert f"ended after SIGTERM at step {step}; starting again from step 5" in job.output()
 
 
 def test_tasks_that_go_again_and_again_without_progress_spend_restarts(job):
@@ -269,6 +269,6 @@ sys.exit(1)
 """
     assert job.run(code, "--max_restarts=3") == 1
     assert (
-        "no restart, as it would refuse the backups again; the last backup was that of step 10; ending all tasks"
+        "no restart, because it would reject the backups again; the last backup was that of step 10; ending all tasks"
         in job.output()
     )

@@ -54,9 +54,9 @@ def test_a_reader_that_comes_back_is_told_how_many_lines_it_has_missed(job: Job)
         (job.folder / "go").write_text("go")
         shown += process.stdout.read().decode().splitlines()
     assert process.wait(timeout=60) == 0
-    left_out = [line for line in shown if "left out here" in line]
+    left_out = [line for line in shown if "dropped here" in line]
     assert len(left_out) == 1 and left_out[0].endswith(
-        "lines of tasks were left out here, as nobody read them; logs has them"
+        "lines of tasks were dropped here, as the reader was too slow; logs has them"
     )
     missed = int(left_out[0].split()[1])
     assert missed > 0 and missed + len(shown) == lines + 2  # that line, and the last words
@@ -123,7 +123,7 @@ def test_a_terminal_that_is_read_again_is_left_in_order(tmp_path):
         terminal.until(lambda: "[worker:0] 99999 " in terminal.output, 200)
         (tmp_path / "go").write_text("go")
         assert terminal.wait() == 0
-        assert "lines of tasks were left out here" in terminal.output
+        assert "lines of tasks were dropped here" in terminal.output
         assert terminal.screen.cursor_is_shown and "task  " not in terminal.text()
     finally:
         terminal.close()

@@ -106,7 +106,7 @@ print("trained", flush=True)
         assert job.run(code, "--workers=2") == 0
         assert not files(tmpdir)
     assert job.output().count("trained") == 2
-    assert job.output().count("the training goes on, but its supervisor may not know how far it is") == 2
+    assert job.output().count("the training continues, but its supervisor may not know its step") == 2
     assert f"cannot write {tmpdir}/tfdist-" in job.output()
 
 

@@ -327,7 +327,7 @@ def test_a_folder_that_cannot_be_written_to_costs_one_warning(tmp_path, case, ca
         fit(folder, epochs=4, callback=callback)
         assert callback.state_dict()["throughput"]["steps"] == 20
     rows = [row for row in capsys.readouterr().out.splitlines() if "TensorBoard" in row]
-    assert len(rows) == 1 and str(folder) in rows[0] and "while the training goes on" in rows[0]
+    assert len(rows) == 1 and str(folder) in rows[0] and "while the training continues" in rows[0]
     assert ("is not a directory" if case == "no folder" else "File too large") in rows[0]
 
 
@@ -400,7 +400,7 @@ def test_a_profile_that_cannot_be_written_does_not_end_the_training(tmp_path, ca
     (tmp_path / "train" / "plugins").write_text("")
     profile(tmp_path, "2:4")
     rows = [row for row in capsys.readouterr().out.splitlines() if "TensorBoard" in row]
-    assert len(rows) == 1 and "while the training goes on" in rows[0]
+    assert len(rows) == 1 and "while the training continues" in rows[0]
     profile(tmp_path / "next", "2:4")
     assert traced_steps(tmp_path / "next") == [3], "the profiler is free"
 

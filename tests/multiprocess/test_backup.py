@@ -247,7 +247,7 @@ def test_sigterm_to_a_server_alone_has_the_chief_save(tmp_path):
     assert list(itertools.chain(*lives(tmp_path))) == list(range(40 * STEPS)), "each step once"
     assert len(lives(tmp_path)) == 2
     assert int(results[0]["variables"]["adam/iteration"][0]) == 40 * STEPS
-    assert "chief:0 was told to end (SIGTERM)" in text
+    assert "chief:0 ended after SIGTERM" in text
 
 
 @pytest.mark.slow

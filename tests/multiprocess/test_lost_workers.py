@@ -70,7 +70,7 @@ def test_one_that_is_started_again_alone_is_named(tmp_path, lost):
         left = f"worker:{1 - lost}"
         assert roles.wait(left, 200) == 1, roles.log(left)
         address = roles.cluster.address(roles.cluster.training_tasks()[lost])
-        told = f"ClusterError: worker:{lost} at {address} was started again alone, which cannot join those that train"
+        told = f"ClusterError: worker:{lost} at {address} was restarted alone and cannot join the tasks that train"
         assert told in roles.log(left), roles.log(left)
 
 

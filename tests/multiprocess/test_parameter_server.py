@@ -156,7 +156,7 @@ def test_a_worker_that_is_killed_in_training_costs_no_step(program):
     assert lost["iterations"] == [30, 60, 90, 120]
     assert [hook for hook in lost["hooks"] if hook[0] == "end"] == [("end", step) for step in range(30)] * 4
     assert 0 < lost["retried"] <= 4, "what it had when it died, and no more"
-    assert "tfdist: worker:1 is lost; the others go on" in log
+    assert "tfdist: worker:1 is lost; the others continue" in log
 
 
 def test_a_worker_that_is_started_again_rejoins(program):
@@ -178,14 +178,14 @@ def test_a_worker_that_is_killed_in_evaluation_costs_no_example(results):
     ("case", "sentence"),
     [
         ("python", "The dataset function calls Python (from_generator, py_function or numpy_function)"),
-        ("outside", "uses a dataset of the chief's"),
-        ("variable", "uses a variable, table or iterator of the chief's"),
+        ("outside", "uses a dataset that exists only on the chief"),
+        ("variable", "uses a variable, table or iterator that exists only on the chief"),
         ("no dataset", "A dataset function must return a tf.data.Dataset."),
         ("finite", "The epoch has 60 steps, but the dataset that the dataset function returns has 15 batches"),
         ("uncounted", "has ended, and it is not known before which worker takes how many steps"),
         ("no steps", "fit needs steps_per_epoch where workers make the data"),
         ("table", "A lookup table is the chief's wherever it is created: let a layer of the model look up."),
-        ("in a condition", "within tf.cond, tf.while_loop or a tf.function of its own"),
+        ("in a condition", "within tf.cond, tf.while_loop or a nested tf.function"),
         ("endless", "endless dataset: give the number of steps"),
         ("jit", "jit_compile=True is not possible under parameter_server"),
         ("eagerly", "run_eagerly=True is not possible under parameter_server"),

@@ -65,7 +65,7 @@ def test_who_has_stolen_a_port_is_named(tmp_path, strategy, lost):
         address = roles.cluster.jobs[job][int(index)]
         assert roles.wait(lost, 60) == 1
         (thief,) = re.findall(r"^thief (\d+)$", roles.log(lost), re.MULTILINE)
-        said = rf"ClusterError: {lost} cannot listen at {address}: port \d+ is taken by pid {thief} \(.*import.*\)\. End that, or give"
+        said = rf"ClusterError: {lost} cannot listen at {address}: port \d+ is taken by pid {thief} \(.*import.*\)\. End that process, or give"
         assert re.search(said, roles.log(lost)), roles.log(lost)
         others = {str(task) for task in roles.cluster.tasks()} - {lost}
         assert {roles.wait(other, 60) for other in others} == {1}

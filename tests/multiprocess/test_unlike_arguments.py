@@ -56,5 +56,5 @@ def test_another_model_is_told_as_its_variables_are_made_and_is_not_started_agai
     assert (
         "ConfigError: All workers must build the same model. Received: variable sequential_1/dense_1/kernel, of" in said
     )
-    assert "a faulty command line or configuration stays so; ending all tasks" in said
+    assert "an invalid command line or configuration would fail again; ending all tasks" in said
     assert "restart 1/2" not in said

@@ -26,13 +26,13 @@ os._exit(code)
 CASES = {
     "sys.exit(0)": (
         1,
-        r"<string>:\d+ has called sys.exit\(0\) before the training has finished. To end a training early, set",
+        r"<string>:\d+ called sys.exit\(0\) before the training has finished. To end a training early, set",
     ),
     "sys.exit()": (1, r"sys.exit\(\)"),
-    "exit(0)": (1, r"<string>:\d+ has called sys.exit\(0\)"),
+    "exit(0)": (1, r"<string>:\d+ called sys.exit\(0\)"),
     "sys.exit(3)": (3, r"sys.exit\(3\)"),
     "sys.exit('no data')": (1, r"sys.exit\('no data'\)"),
-    "os._exit(0)": (1, r"<string>:\d+ has called os._exit\(0\)"),
+    "os._exit(0)": (1, r"<string>:\d+ called os._exit\(0\)"),
     "os._exit(5)": (5, r"os._exit\(5\)"),
     "fork()": (0, "child 0\n"),
     "None": (0, ""),
@@ -46,4 +46,4 @@ def test_a_process_that_is_ended_early_says_by_whom(call):
     done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
     assert done.returncode == code, done
     assert re.search(said, done.stdout + done.stderr), done
-    assert ("has called" in done.stderr) == ("has called" in said or "exit" in said)
+    assert (" called " in done.stderr) == (" called " in said or "exit" in said)

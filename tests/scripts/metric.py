@@ -10,7 +10,7 @@ from tests.scripts.images import LABELS, run, sgd
 
 rng = np.random.default_rng(2)
 X = rng.standard_normal((22, 6)).astype(np.float32)
-_WITHIN = "compares the examples of a batch with each other, and a replica has its share of them alone"
+_WITHIN = "compares the examples of a batch with each other, and each replica has only its share of the batch"
 
 
 @script("Siamese network: three inputs, a distance layer, own train_step and test_step")

@@ -22,17 +22,17 @@ MODES = {
 EQUAL, TRAINS, REFUSED, FAILED = "equal", "trains", "refused", "failed"
 HEAD = """# Scripts that train under a Trainer
 
-Each kind of script was run as plain Keras, and then with `import tfdist`, a `Trainer`, and its model built and compiled in
-`with trainer.scope():`, nothing else changed. {} kinds; the scripts are in `tests/scripts/`, and `tests/multiprocess/test_scripts.py` runs
-them.
+Each kind of script was run twice: as plain Keras, and with `import tfdist`, a `Trainer`, and its model built and compiled in \
+`with trainer.scope():`. No other line was changed. The scripts of all {} kinds are in `tests/scripts/`, and \
+`tests/multiprocess/test_scripts.py` runs them.
 
 - **{}**: its losses, metrics, weights and predictions are those of plain Keras on one device within 0.00001.
-- **{}**: it trains, and its numbers differ for the reason that is given.
-- **{}**: it is refused, in the sentence that is given.
+- **{}**: it trains, and its results differ for the reason in the note.
+- **{}**: it raises the error in the note.
 
 """
 TAIL = """
-Stock Keras cannot split data from a Python generator either: a `PyDataset` or generator becomes a
+Stock Keras cannot split data from a Python generator either: a `PyDataset` or generator becomes a \
 `tf.data.Dataset`, or a function of `tf.distribute.InputContext`.
 """
 
@@ -94,7 +94,7 @@ def text(cells: dict[str, dict[str, str]], scripts: dict[str, Any]) -> str:
     count = {mode: sum(REFUSED not in each for each in of.values()) for mode, of in cells.items()}
     total = ", ".join(f"{number} of {len(scripts)} under {MODES[mode]}" for mode, number in count.items())
     head = HEAD.format(len(scripts), EQUAL, TRAINS, REFUSED)
-    return head + f"They train: {total}.\n\n" + "\n".join([*lines, "", *numbered]) + "\n" + TAIL
+    return head + f"Scripts that train: {total}.\n\n" + "\n".join([*lines, "", *numbered]) + "\n" + TAIL
 
 
 def main() -> None:

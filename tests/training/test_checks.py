@@ -187,7 +187,7 @@ def test_no_data_are_no_training(trainer):
         trainer.fit(model, np.ones((0, 3)), np.ones((0, 2)), verbose=0)
     with pytest.raises(ConfigError, match="hold no batch"):
         trainer.evaluate(model, tf.data.Dataset.from_tensors((np.ones((4, 3)), np.ones((4, 2)))).take(0), verbose=0)
-    with pytest.raises(ConfigError, match="validation, hold no batch"):
+    with pytest.raises(ConfigError, match="validation hold no batch"):
         trainer.fit(model, *some, validation_data=(some[0][:0], some[1][:0]), verbose=0)
     with pytest.raises(ConfigError, match="predict hold no batch"):
         trainer.predict(model, np.ones((0, 3)), verbose=0)

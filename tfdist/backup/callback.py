@@ -1,6 +1,6 @@
 """`BackupAndRestore`: an interrupted training run resumes as if it had not been interrupted.
 
-A backup is captured between two steps and written while the next steps run. A run that finds one builds the model as usual and then restores
+A backup is captured between two steps and written while the next steps run. A run that finds a backup builds the model and then restores
 all state: variables, each replica's own values, the state of callbacks, the position in the data.
 """
 
@@ -31,9 +31,9 @@ from tfdist.runtime import late_removal, progress
 class BackupAndRestore(keras.callbacks.Callback):
     """Backs up a training run, so that the next run of the same program continues from there with bitwise equal results.
 
-    Give the Trainer a `backup_dir`, or its `fit` this callback (on every rank). Unlike
+    Pass a `backup_dir` to the Trainer, or this callback to `Trainer.fit` (on every rank). Unlike
     `keras.callbacks.BackupAndRestore` it continues at the exact step, saves the state of replicas and callbacks, and
-    is safe with several workers; arguments that Keras has, too, mean the same. A custom callback is backed up if it has
+    is safe with several workers. Arguments that Keras' callback also has mean the same. A custom callback is backed up if it has
     `state_dict()`, which returns plain values and arrays, and `load_state_dict(state)`. After the end of `fit` the last backup
     stays until `Trainer.save`, or the model's own `save` or `export`, has written the model.
 
@@ -45,7 +45,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         delete_checkpoint: Whether saving the model after `fit` removes the backups.
         save_before_preemption: When any task gets SIGTERM, all tasks save at the same step and exit with code 75. False
             leaves SIGTERM alone.
-        grace_seconds: Time from SIGTERM to the exit. A process that still saves after nine tenths of it exits then.
+        grace_seconds: Time from SIGTERM to the exit. A process that still saves after nine tenths of this time exits then.
         config: Further plain values that must be the same in the run that resumes.
 
     Raises:
@@ -90,7 +90,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             grace_seconds=grace_seconds,
             config=dict(config or {}),
         )
-        self._fits = 0  # finished ones, also those whose backups are deleted: a restarted run must count the same
+        self._fits = 0  # finished fits, also those whose backups are deleted: a restarted run must count the same
         # The storage and the model of each finished fit whose backups are not deleted.
         self._finished: list[tuple[Storage, weakref.ref[keras.Model]]] = []
         self._progress: progress.Progress | None = None
@@ -112,16 +112,16 @@ class BackupAndRestore(keras.callbacks.Callback):
         engine: Engine,
         task: str,
     ) -> Iterator[BackupSession]:
-        """Backs up the `fit` that is called inside, and resumes an interrupted one. For the Trainer, whose loop calls the yielded session. A collective.
+        """Backs up the `fit` inside the context, and resumes an interrupted fit. The Trainer's loop calls the yielded session. A collective.
 
         `arguments` are the arguments of `fit` that must be the same in the run that resumes. Raises ConfigError if the folder cannot be used or
-        holds backups of another training, and BackupError if no backup is complete, or one cannot be read.
+        holds backups of another training, and BackupError if no backup is complete or a backup cannot be read.
         """
         next_folder = os.path.join(self.backup_dir, f"fit-{self._fits + 2}")
         folder = os.path.join(self.backup_dir, f"fit-{self._fits + 1}") if self._fits else self.backup_dir
         self._progress = self._progress or progress.Progress(task)
         if ranks.is_chief:
-            self._remove_left(folder)  # backups of an earlier training of these tasks, whose model is saved
+            self._remove_postponed(folder)  # backups of an earlier training of these tasks, whose model is saved
         storage = Storage(folder, ranks.rank, ranks.size)
         session = BackupSession(self.options, storage, model, ranks, arguments, engine, self._progress, next_folder)
         try:
@@ -156,7 +156,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self._remove([storage for storage, _ in self._finished], at_once)
             self._finished = []
             if at_once:
-                self._remove_left(self.backup_dir)
+                self._remove_postponed(self.backup_dir)
 
     def delete_of(self, model: keras.Model) -> None:
         """Removes the backups of finished trainings of one model, unless `delete_checkpoint=False`.
@@ -171,7 +171,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._remove(saved, of_all=True)
 
     def _remove(self, storages: Sequence[Storage], at_once: bool = False, of_all: bool = False) -> None:
-        """Removes this rank's files (`of_all`: the chief removes all ranks' files), or leaves them to a supervisor if there is one."""
+        """Removes this rank's files (`of_all`: the chief removes all ranks' files), or leaves them to a supervisor, if one runs."""
         for storage in reversed(storages):
             if not at_once and late_removal.put_off(storage.folder, storage.rank):
                 continue
@@ -181,16 +181,16 @@ class BackupAndRestore(keras.callbacks.Callback):
             if self._progress:
                 self._progress.write(saved=0)
 
-    def _remove_left(self, folder: str) -> None:
+    def _remove_postponed(self, folder: str) -> None:
         """Removes now, in a folder and below it, the backups that this run has left to its supervisor."""
         for path in late_removal.take_back(folder):
             progress.note_backup(path, exists=False)
             Storage(path, 0, 1).remove_all(every_rank=True)
 
     def restore_seed(self) -> None:
-        """Sets TensorFlow's random seed to that of the backup that `fit` will resume. Without a backup, sets a random one if none is set.
+        """Sets TensorFlow's random seed to that of the backup that `fit` will resume. Without a backup, sets a random seed if no seed is set.
 
-        Call it before you create datasets: a dataset that shuffles reads the seed then. A seed that you set later replaces it.
+        Call it before you create datasets, because a dataset that shuffles reads the seed when it is created. A seed that you set later applies.
         """
         seed = self._saved_seed()
         if seed is None and tf_internals.global_seed() is None:
@@ -199,7 +199,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             tf.random.set_seed(seed)
 
     def goes_on(self) -> bool:
-        """Returns whether there is a backup from which the first `fit` of this program will resume."""
+        """Returns whether the first `fit` of this program will resume from a backup."""
         return self._saved_seed() is not None
 
     def _saved_seed(self) -> int | None:

@@ -1,4 +1,4 @@
-"""Names the differences between this training run and the one that wrote a backup."""
+"""Comparison of this training run with the run that wrote a backup."""
 
 from __future__ import annotations
 
@@ -29,16 +29,18 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
 
 
 def describe_data(x: Data, y: Data) -> dict[str, Any]:
-    """Returns the form and size of training data, as far as they tell."""
+    """Returns the types, shapes and size of training data, as far as they are known."""
     if isinstance(x, tf.data.Dataset):
-        size = {} if is_own(x) else {"batches": int(x.cardinality())}  # which differs between workers
+        size = (
+            {} if is_own(x) else {"batches": int(x.cardinality())}
+        )  # the number of own batches differs between workers
         return {"elements": str(x.element_spec), **size}
     shapes = {name: str(value.shape) for name, value in (("x", x), ("y", y)) if hasattr(value, "shape")}
     return shapes
 
 
 def to_jsonable(value: Any) -> Json:
-    """Returns a value as JSON can hold it; the same in each run of a program."""
+    """Returns a JSON-compatible form of a value, which is the same in each run of a program."""
     if isinstance(value, Mapping):
         return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
@@ -55,7 +57,7 @@ def to_jsonable(value: Any) -> Json:
 def _config(value: Any) -> dict[str, Any]:
     try:
         return {"class": type(value).__name__, **value.get_config()}
-    except Exception:  # a class of the user's own; the variables still tell
+    except Exception:  # a user's class; the variables still show differences
         return {"class": type(value).__name__}
 
 
@@ -75,7 +77,7 @@ def differences(now: Json, then: Json, path: str = "") -> Iterator[str]:
 
 
 def check_same_training(now: Json, then: Json, path: str, folder: str) -> None:
-    """Raises ConfigError where the description of this training, `now`, differs from that in a backup, `then`."""
+    """Raises ConfigError if the description of this training (`now`) differs from the description in a backup (`then`)."""
     if different := list(differences(now, then)):
         raise ConfigError(
             f"The backup {path} is of another training: {list_first(different, _NAMED, '; ')}. "

@@ -1,4 +1,4 @@
-"""Checks the content of a backup before any of it is used, as a file may be forged, or of another version."""
+"""Checks of the content of a backup before its use, because a file may be forged or of another version."""
 
 from __future__ import annotations
 
@@ -28,18 +28,18 @@ _FIELDS = {
     "files": dict,
     "training": str,
 }
-_LATER = {"training"}  # which the first versions did not write
+_LATER = {"training"}  # fields that the first versions did not write
 _ABOUT = {"fit": dict, "optimizer": dict, "variables": dict}
 _REST = {"callbacks": dict, "synchronized": bool}
 _FOLDER = re.compile(r"step-(\d+)(-end)?/?")  # some file systems list folders with a slash
 
 
 class SavePoint(NamedTuple):
-    """The point in training at which a backup was taken; later ones are greater.
+    """The point in training at which a backup was taken; a later point compares as greater.
 
     Attributes:
-        step: The steps done by then.
-        epoch_ended: Whether the epoch of the last step had ended: there may be a backup of that step before it did, too.
+        step: The number of steps done.
+        epoch_ended: Whether the epoch of the last step had ended. A step may have two backups: before and after the end of its epoch.
     """
 
     step: int
@@ -52,12 +52,12 @@ class SavePoint(NamedTuple):
 
     @classmethod
     def of_folder(cls, name: str) -> SavePoint | None:
-        """Returns the save point of the folder of that name, or None if no backup has it."""
+        """Returns the save point that a folder's name denotes, or None if the name is not that of a backup."""
         match = _FOLDER.fullmatch(name)
         return match and cls(int(match[1]), bool(match[2]))
 
 
-BEFORE_ALL = SavePoint(-1, False)  # less than that of any backup
+BEFORE_ALL = SavePoint(-1, False)  # less than the save point of any backup
 
 
 def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
@@ -77,7 +77,7 @@ def parse_manifest(content: bytes, path: str) -> dict[str, Any]:
 
 
 def check_manifest(manifest: Mapping[str, Any], point: SavePoint, path: str) -> None:
-    """Raises CorruptBackupError unless a parsed manifest has all fields, and is of `point`, by which its folder is named."""
+    """Raises CorruptBackupError unless a parsed manifest has all fields and describes `point`, which the folder's name denotes."""
     _check_fields(
         manifest, {name: kind for name, kind in _FIELDS.items() if name in manifest or name not in _LATER}, path
     )
@@ -97,7 +97,7 @@ def check_manifest(manifest: Mapping[str, Any], point: SavePoint, path: str) -> 
 
 
 def check_tensors(manifest: Mapping[str, Any], shared: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
-    """Raises CorruptBackupError unless the tensors of all ranks and of this one are those that the manifest names, in their shapes and types."""
+    """Raises CorruptBackupError unless the shared tensors and those of this rank have the names, shapes and types in the manifest."""
     for name, form in manifest["about"]["variables"].items():
         value = shared.get(name, own.get(f"{name}/0"))
         if value is None:
@@ -114,7 +114,7 @@ def check_tensors(manifest: Mapping[str, Any], shared: Mapping[str, Any], own: M
 
 
 def checksum(body: Mapping[str, Any]) -> int:
-    """Returns the checksum of a manifest without its checksum."""
+    """Returns the checksum of a manifest's fields, without the field for the checksum."""
     return zlib.crc32(json.dumps(body, sort_keys=True).encode())
 
 

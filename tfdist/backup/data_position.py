@@ -1,4 +1,4 @@
-"""The position of a training in its data, and the return to it."""
+"""The position of a training in its data, and the passes that resume there."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tfdist.data.source import DataSource, Passes
 
 @dataclasses.dataclass
 class LoopPosition:
-    """A place between two steps.
+    """A position between two steps of a training.
 
     Attributes:
-        step: Steps done since the training's begin.
+        step: Steps done since the beginning of the training.
         epoch: The epoch, from 0.
-        epoch_step: Steps done in it.
-        passes: Passes over the data begun; there is one for each epoch, or, with `steps_per_epoch`, one for several.
-        drawn: Steps done in the present pass.
+        epoch_step: Steps done in this epoch.
+        passes: Passes over the data that have begun: one for each epoch, or, with `steps_per_epoch`, one for several epochs.
+        drawn: Steps done in the current pass.
     """
 
     step: int = 0
@@ -36,7 +36,7 @@ class LoopPosition:
 class TrainingPasses(Passes):
     """The passes of a `fit`, whose position and random state (`state`) backups hold.
 
-    To resume, the passes before are replayed, and the present one begins after the steps that are done, which no callback sees again.
+    To resume, earlier passes are replayed, and the current pass begins after the steps that are done. Callbacks do not see these steps again.
     """
 
     def __init__(
@@ -54,15 +54,15 @@ class TrainingPasses(Passes):
         self._resumes = False
 
     def resume(self, position: LoopPosition, own: Mapping[str, Any]) -> None:
-        """Makes the next epoch continue from a position; `own` is this process's own state there, the state of the data included."""
+        """Makes the next epoch continue from a position; `own` is this rank's part of the backup, which includes the state of the data."""
         self.position, self._resumes = position, True
         self.state.load(own, goes_on=position.epoch_step > 0)
 
     def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
-        """As of `Passes`; begins after the steps that are done."""
+        """Yields as `Passes.epoch` does, from the first step that is not done."""
         self.state.begin_epoch()
-        # A new pass follows, which draws from the state of the backup. Within a pass, `_open` restores the state at its begin instead:
-        # the skipped elements are drawn again.
+        # A new pass follows, which draws from the state of the backup. To resume within a pass, `_open` restores the state at the beginning
+        # of the pass instead: the skipped elements are drawn again.
         if self._resumes and not self._resumes_within_pass:
             self.state.restore("now")
         for execution in super().epoch(self.position.epoch_step):
@@ -70,23 +70,23 @@ class TrainingPasses(Passes):
             yield execution
 
     def on_steps_done(self, end_step: int) -> int:
-        """Says that an execution is done, whose last step in the epoch is `end_step` by Keras' counting. Returns its number of steps."""
-        place, steps = self.position, self.steps
-        # Keras counts the last execution of an epoch as a full one, even if the epoch has fewer steps left.
+        """Records an execution whose last step in the epoch is `end_step` by Keras' counting. Returns the execution's number of steps."""
+        position, steps = self.position, self.steps
+        # Keras counts the last execution of an epoch as a full one, even if fewer steps of the epoch remain.
         done = end_step + 1 if steps is None else min(end_step + 1, steps)
-        new, place.epoch_step = done - place.epoch_step, done
-        place.step += new
-        place.drawn += new
+        new, position.epoch_step = done - position.epoch_step, done
+        position.step += new
+        position.drawn += new
         return new
 
     def progress(self, epochs: int) -> dict[str, Any]:
         """Returns the position for `Progress.write`."""
-        place, steps = self.position, self.steps
-        total = place.step - place.epoch_step + (epochs - place.epoch) * steps if steps else 0
-        return {"done": place.step, "epoch": min(place.epoch + 1, epochs), "epochs": epochs, "total": total}
+        position, steps = self.position, self.steps
+        total = position.step - position.epoch_step + (epochs - position.epoch) * steps if steps else 0
+        return {"done": position.step, "epoch": min(position.epoch + 1, epochs), "epochs": epochs, "total": total}
 
     def next_epoch(self, epoch: int) -> None:
-        """Says that an epoch, from 0, and its validation have ended."""
+        """Records that an epoch, from 0, and its validation have ended."""
         self.position.epoch, self.position.epoch_step = epoch + 1, 0
 
     def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
@@ -98,29 +98,29 @@ class TrainingPasses(Passes):
     def _resumes_within_pass(self) -> bool:
         # Without `steps_per_epoch` a pass ends with its epoch. With it a pass continues in the next epoch, so also a backup that was
         # taken between two epochs is within a pass.
-        place = self.position
-        return bool(self._resumes and place.passes and (place.epoch_step or self.steps_per_epoch))
+        position = self.position
+        return bool(self._resumes and position.passes and (position.epoch_step or self.steps_per_epoch))
 
     def _open(self, is_read: bool = True) -> None:
-        place, goes_on = self.position, self._resumes_within_pass
+        position, goes_on = self.position, self._resumes_within_pass
         if not goes_on:
-            place.passes, place.drawn = place.passes + 1, 0
+            position.passes, position.drawn = position.passes + 1, 0
         if not self._resumes:
             if is_read or not self.source.datasets:
-                self.state.begin_pass(place.passes)
+                self.state.begin_pass(position.passes)
             super()._open(is_read)
             return
-        # Only the first pass after a resume is replayed. The old iterator must go first: it might read ahead, and draw.
-        self._resumes, self.iterator, self._seen = False, None, place.drawn
+        # Only the first pass after a resume is replayed. Drop the old iterator first: it might read ahead and draw random numbers.
+        self._resumes, self.iterator, self._seen = False, None, position.drawn
         self._begin_pass()
         batches = self.source.steps
-        if goes_on and self.source.datasets and batches is not None and place.drawn >= batches:
+        if goes_on and self.source.datasets and batches is not None and position.drawn >= batches:
             # The backup was taken after the last step of the pass: its elements need not be read again, and a thread that read them
-            # ahead would draw random numbers after the state is restored. Only the order of the next pass must come out the same.
+            # ahead would draw random numbers after the state is restored. Only the order of the next pass must be reproduced.
             self.state.restore("first")
             for dataset in self.source.datasets:
-                replay(dataset, place.passes)
+                replay(dataset, position.passes)
             self.iterator = iter(())
             return
-        ready = self.state.prepare_replay(place.passes, goes_on)
-        self.iterator = self.source.open_at(place.passes, place.drawn, ready)
+        ready = self.state.prepare_replay(position.passes, goes_on)
+        self.iterator = self.source.open_at(position.passes, position.drawn, ready)

@@ -1,4 +1,4 @@
-"""Files of a backup folder: no link is followed, nothing but a regular file is opened, and unreadable is not the same as absent.
+"""Access to files of a backup folder. It follows no links, opens only regular files, and distinguishes unreadable from absent files.
 
 Local paths go to the operating system, which names the cause of an error; all others go to `tf.io.gfile`.
 """
@@ -18,7 +18,7 @@ from tfdist.runtime.files import kind_of, write_file
 
 _CHUNK = 1 << 24  # bytes
 _ABSENT = (FileNotFoundError, NotADirectoryError, tf.errors.NotFoundError)
-# Errors of TensorFlow that say nothing of a file's content.
+# Errors that do not depend on the content of a file.
 PASSING = (
     *(
         tf.errors.UnavailableError,
@@ -28,7 +28,7 @@ PASSING = (
     ),
     *(tf.errors.ResourceExhaustedError, tf.errors.UnauthenticatedError, tf.errors.CancelledError, OSError, MemoryError),
 )
-ERRORS = (OSError, MemoryError, tf.errors.OpError)  # of reading
+ERRORS = (OSError, MemoryError, tf.errors.OpError)  # that reading may raise
 
 
 class ReadError(Exception):
@@ -40,7 +40,7 @@ class CorruptBackupError(ReadError):
 
 
 class UnreadableBackupError(ReadError):
-    """A backup cannot be read now; it may be whole."""
+    """A backup cannot be read now, but may be complete."""
 
 
 def first_line(error: BaseException) -> str:
@@ -65,7 +65,7 @@ def is_link(path: str) -> bool:
 
 
 def list_folder(path: str) -> list[str]:
-    """Returns the names in a folder, none if it is not there. Raises UnreadableBackupError."""
+    """Returns the names in a folder; empty if the folder does not exist. Raises UnreadableBackupError."""
     try:
         return os.listdir(path) if is_local(path) else tf.io.gfile.listdir(path)
     except _ABSENT:
@@ -75,7 +75,7 @@ def list_folder(path: str) -> list[str]:
 
 
 def size(path: str) -> int | None:
-    """Returns the size of a regular file in bytes, or None if it is not there. Raises CorruptBackupError for a link, a folder or anything else."""
+    """Returns the size of a regular file in bytes, or None if no file exists. Raises CorruptBackupError for a link, a folder or another type."""
     try:
         if not is_local(path):
             return int(tf.io.gfile.stat(path).length)
@@ -90,7 +90,7 @@ def size(path: str) -> int | None:
 
 
 def is_folder(path: str) -> bool:
-    """Returns whether a folder is there. Raises CorruptBackupError for a link, a file or anything else."""
+    """Returns whether a folder exists. Raises CorruptBackupError for a link, a file or another type."""
     try:
         if not is_local(path):
             return bool(tf.io.gfile.stat(path).is_directory)
@@ -105,7 +105,7 @@ def is_folder(path: str) -> bool:
 
 
 def read(path: str) -> bytes:
-    """Returns the content of a regular file. Raises CorruptBackupError if it is missing, or something else, such as a link."""
+    """Returns the content of a regular file. Raises CorruptBackupError if the file is missing or not regular, such as a link."""
     if size(path) is None:
         raise CorruptBackupError(f"{path} is missing")
     try:
@@ -132,19 +132,19 @@ def check_owners(folder: str, owners: Collection[int]) -> None:
     for path in (folder, *(os.path.join(folder, name) for name in list_folder(folder))):
         try:
             owner = os.lstat(path).st_uid
-        except _ABSENT:  # it is being removed
+        except _ABSENT:  # another task is removing the file
             continue
         except ERRORS as e:
             raise unreadable(path, e) from e
         if owner not in owners:
             raise ConfigError(
-                f"{path} belongs to user {owner}, and this run is of user {os.geteuid()}: whoever writes a backup decides how "
+                f"{path} belongs to user {owner}, but this run belongs to user {os.geteuid()}: whoever writes a backup decides how "
                 f"training continues. If it is yours, change its owner (chown -R {os.geteuid()} {folder}); else remove it."
             )
 
 
 def replace(path: str, text: str) -> None:
-    """Writes a file in one go: a reader sees the old text or the new one, and a link at its place is replaced, not followed."""
+    """Writes a file atomically: a reader sees the old or the new text. Replaces a link at `path` and does not follow it."""
     if is_local(path):
         return write_file(path, text.encode())
     with tf.io.gfile.GFile(partial := f"{path}.partial", "w") as file:
@@ -153,13 +153,13 @@ def replace(path: str, text: str) -> None:
 
 
 def discard_irregular(path: str) -> None:
-    """Removes a link, a FIFO or a socket at the place of a file that will be written."""
+    """Removes a link, a FIFO or a socket at the path of a file that will be written."""
     if is_local(path) and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         os.unlink(path)
 
 
 def remove_tree(path: str) -> None:
-    """Removes a folder with all that is in it; of a link, the link alone."""
+    """Removes a folder and its content; for a link, removes only the link."""
     if not is_local(path):
         tf.io.gfile.rmtree(path)
     elif os.path.islink(path):
@@ -168,8 +168,8 @@ def remove_tree(path: str) -> None:
         shutil.rmtree(path)
 
 
-def _open(path: str):  # type: ignore[no-untyped-def]  # GFile is none of Python's files
+def _open(path: str):  # type: ignore[no-untyped-def]  # GFile is not an `io` class
     if not is_local(path):
         return tf.io.gfile.GFile(path, "rb")
-    # A FIFO that has come meanwhile would block.
+    # O_NONBLOCK: a FIFO that has replaced the file since the check would block.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

@@ -1,4 +1,4 @@
-"""Lists and checks the backups of a folder, without training."""
+"""Lists of the backups in a folder and their states, without training."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tfdist.errors import BackupError
 
 @dataclasses.dataclass(frozen=True)
 class Listed:
-    """One backup.
+    """A backup in a list.
 
     Attributes:
         state: `"whole"`, `"unfinished"`, `"damaged"` or `"unreadable"`.
-        why: Why it is not whole; empty where it is.
-        written: When it was completed, in seconds since 1970; None where it was not.
-        bytes: The size of its files.
-        manifest: Its description; empty if it cannot be read.
+        why: Why the backup is not whole; empty for a whole backup.
+        written: When the backup was completed, in seconds since 1970; None if it was not.
+        bytes: The total size of the files.
+        manifest: The content of the manifest; empty if it cannot be read.
     """
 
     point: SavePoint
@@ -36,7 +36,7 @@ class Listed:
     manifest: Mapping[str, Any]
 
     def described(self) -> dict[str, Any]:
-        """Returns it as plain values, for JSON."""
+        """Returns the backup as plain values, for JSON."""
         config = self.manifest.get("about", {}).get("config", {})
         return {
             "backup": self.point.folder,
@@ -54,19 +54,19 @@ class Listed:
 
 
 def read(folder: str) -> list[Listed]:
-    """Returns the backups of a folder, the newest first; all their files are read. One that is being removed is left out."""
+    """Reads all files of the backups in a folder; returns the backups, newest first. Skips backups that are being removed."""
     storage = Storage(folder, 0, 1)
     try:
         points = storage.points()
     except ReadError as e:
         raise BackupError(f"{e}") from e
     backups = [_read(storage, point) for point in points]
-    # Asked after the files were read, which may have gone meanwhile.
+    # Check after the files were read, because another task may have removed them in the meantime.
     return [backup for backup in backups if backup.state == "whole" or not storage.is_removed(backup.point)]
 
 
 def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
-    """Returns a backup's manifest, once all files that it names exist. Raises if it is incomplete."""
+    """Returns a backup's manifest after a check that all files in it exist. Raises ReadError if the backup is incomplete or of another version."""
     manifest = storage.read_manifest(point)
     if manifest.get("format") != FORMAT:
         raise UnreadableBackupError(f"{storage.path(point)} was written by another version of tfdist")
@@ -75,7 +75,7 @@ def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
 
 
 def table(backups: Sequence[Listed]) -> str:
-    """Returns backups as a table, with a line for each that is not whole."""
+    """Returns backups as a table, followed by a line with the reason for each backup that is not whole."""
     heads = ("backup", "step", "epoch", "written", "tasks", "replicas", "size", "task", "strategy", "state")
     rows: list[tuple[str, ...]] = [heads]
     for backup in backups:
@@ -111,6 +111,6 @@ def _size(storage: Storage, point: SavePoint) -> int:
     for name in files.list_folder(storage.path(point)):
         try:
             total += files.size(os.path.join(storage.path(point), name)) or 0
-        except ReadError:  # a link, or a folder: not counted
+        except ReadError:  # a link or a folder does not count
             pass
     return total

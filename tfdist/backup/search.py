@@ -1,4 +1,4 @@
-"""Finds the newest whole backup, the same on all ranks."""
+"""Search for the newest complete backup, with the same result on all ranks."""
 
 from __future__ import annotations
 
@@ -20,18 +20,18 @@ from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime.log import logger
 
 FORMAT = 1
-_SHARED_WITHIN = 30.0  # seconds in which a file of the chief's shows on the other tasks
-_PATIENCE = 10.0  # seconds for which what cannot be read is tried again
+_SHARED_WITHIN = 30.0  # seconds within which a file of the chief must be visible to the other tasks
+_PATIENCE = 10.0  # seconds for which an unreadable file is tried again
 _RETRY_EVERY = 0.5
 _NO_SHARED = (
-    "Give a folder that all tasks share (backup_dir=..., or of tfdist train --config.backup.dir=...), or train without backups (no "
+    "Give a folder that all tasks share (backup_dir=..., or for tfdist train --config.backup.dir=...), or train without backups (no "
     "backup_dir, or --config.backup.save_freq=never)."
 )
 
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The content of a backup: in `shared` tensors of all ranks, and in `own` those of this rank alone, by name."""
+    """The content of a backup: tensors by name, those of all ranks in `shared` and those of this rank in `own`."""
 
     point: SavePoint
     manifest: Mapping[str, Any]
@@ -40,10 +40,10 @@ class Snapshot:
 
 
 def find_backup(storage: Storage, ranks: Ranks, replicas: int, had_backup: bool = False) -> Snapshot | None:
-    """Reads the newest whole backup; returns None if there has never been one. A collective.
+    """Reads the newest complete backup; returns None if the folder has never had a backup. A collective.
 
-    `had_backup` says that this run has written one before it was restarted. Raises ConfigError where the folder cannot be used, or a backup is of
-    another cluster or user, and BackupError where there have been backups, and none is whole, or one cannot be read.
+    `had_backup` says that this run wrote a backup before it was restarted. Raises ConfigError if the folder cannot be used, or a backup belongs to
+    another cluster or user. Raises BackupError if backups existed but none is complete, or if a backup cannot be read.
     """
     owners = _check_folder(storage, ranks)
     listed = _agreed(ranks, storage.folder, _attempt(lambda: _list_backups(storage, owners)))
@@ -59,19 +59,19 @@ def find_backup(storage: Storage, ranks: Ranks, replicas: int, had_backup: bool 
                 logger.warning(f"{outcome.why}; trying the backup before it")
     if snapshot is None and ranks.any(bool(completed)):
         raise BackupError(
-            f"{storage.folder!r} holds backups, but none is whole: {'; '.join(torn) or 'another task says why'}. "
+            f"{storage.folder!r} holds backups, but none is whole: {'; '.join(torn) or 'see the logs of the other tasks'}. "
             "To train from the beginning, remove that folder."
         )
     if snapshot is None and ranks.any(had_backup):
         raise BackupError(
             f"{storage.folder!r} holds no backup, though this run saved one there before it was restarted. Is its storage mounted? "
-            "To train from the beginning, start the run anew."
+            "To train from the beginning, start a new run."
         )
     return snapshot
 
 
 def read_seed(folder: str) -> int | None:
-    """Returns the random seed of the newest backup in a folder that can be read, or None."""
+    """Returns the random seed of the newest readable backup in a folder, or None."""
     storage = Storage(folder, 0, 1)
     for point in _attempt(storage.points).value or ():
         outcome = _attempt(functools.partial(storage.read_manifest, point))
@@ -90,12 +90,12 @@ class _Outcome(NamedTuple):
     why: str = ""
 
 
-_READ, _TORN, _UNREADABLE, _REFUSED = range(4)  # the worst of all ranks holds for all
+_READ, _TORN, _UNREADABLE, _REFUSED = range(4)  # all ranks act on the highest code of any rank
 
 
 def _attempt(read: Callable[[], Any]) -> _Outcome:
-    """Reads, for some seconds again and again if it cannot; raises none of its errors, as the other ranks wait to hear of it."""
-    deadline = None  # from the first failure on: a read may take longer to fail than others are tried for
+    """Calls `read`; retries for some seconds if a file is unreadable. Returns errors as an outcome, because the other ranks wait for it."""
+    deadline = None  # set at the first failure: a single read may take longer to fail than all retries
     while True:
         try:
             return _Outcome(_READ, read())
@@ -113,9 +113,9 @@ def _attempt(read: Callable[[], Any]) -> _Outcome:
 
 
 def _agreed(ranks: Ranks, path: str, outcome: _Outcome) -> Any:
-    """Returns the backup that this rank has read if all ranks have, and None if it is torn for any of them. A collective.
+    """Returns the value that this rank has read if all ranks have read theirs, and None if any rank found it damaged. A collective.
 
-    Raises, on all ranks, ConfigError where any rank refuses it, and BackupError where any cannot read it.
+    Raises, on all ranks, ConfigError if any rank raised a ConfigError, and BackupError if any rank cannot read.
     """
     codes = ranks.gather(float(outcome.code))[:, 0]
     worst = int(codes.max())
@@ -125,8 +125,8 @@ def _agreed(ranks: Ranks, path: str, outcome: _Outcome) -> Any:
     if worst == _REFUSED:
         raise ConfigError(fault)
     raise BackupError(
-        f"{fault}. It may be whole, so the training neither starts again nor continues from an older backup, and nothing is removed. "
-        f"Make it readable (its storage, its permissions), and start again; to do without it, remove {path}."
+        f"{fault}. It may be whole, so the training neither starts again nor continues from an older backup, and removes no files. "
+        f"Make it readable (its storage, its permissions), and start again; to continue without it, remove {path}."
     )
 
 
@@ -158,9 +158,9 @@ def _of_chief(ranks: Ranks, point: SavePoint) -> SavePoint:
 
 
 def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
-    """Checks that all tasks can write there and see the chief's files; returns the users whose files are trusted.
+    """Checks that all tasks can write to the folder and see the chief's files; returns the users whose files are trusted.
 
-    These are root, and those as whom the tasks' own files show: on storage of a network that may be another user than the process's.
+    Trusted are root, this process's user, and the owners of the tasks' own files: network storage may change the owner of a file.
     """
     folder = storage.folder
     chiefs, own_probe = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
@@ -200,9 +200,11 @@ def _check_cluster(storage: Storage, point: SavePoint, manifest: Mapping[str, An
     remedy = f"or, to train from the beginning, remove {storage.folder!r} or choose another backup_dir."
     path, then = storage.path(point), (manifest.get("tasks"), manifest.get("replicas"))
     if manifest.get("format") != FORMAT:
-        raise ConfigError(f"The backup {path} was written by another version of tfdist. Go on with that one; {remedy}")
+        raise ConfigError(
+            f"The backup {path} was written by another version of tfdist. Continue with that version; {remedy}"
+        )
     if then != (tasks, replicas):
         raise ConfigError(
             f"The backup {path} was made with tasks: {then[0]}, replicas: {then[1]}; this run has tasks: {tasks}, replicas: {replicas}. "
-            f"Start as many as before (another number cannot go on yet); {remedy}"
+            f"Start as many as before (another number cannot continue yet); {remedy}"
         )

@@ -1,4 +1,4 @@
-"""Backs up one `fit`: resumes from the newest backup, saves between steps, and exits after a save when preempted."""
+"""The backups of one `fit`: resumes from the newest backup, saves between steps, and exits after a save when preempted."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ _GENERATORS = "generators of the process"
 
 
 class BackupSession:
-    """One `fit` that is backed up. The loop calls its methods, after all callbacks.
+    """The session of one `fit` that is backed up. The loop calls the methods after all callbacks.
 
     Attributes:
-        resumed_logs: The logs of the last step before the place from which the training was resumed, in case there are no further
-            ones in its epoch; else None.
-        training: The chief's identifier of this training run: the same after a restart, and another one for each new run.
+        resumed_logs: The logs of the last step before a resume within an epoch, because the epoch may have no further
+            steps; None otherwise.
+        training: The chief's identifier of this training run: equal after a restart, different for each new run.
     """
 
     passes: TrainingPasses
@@ -83,12 +83,12 @@ class BackupSession:
         self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
         self.progress = task_progress
         self._last_logs: Any = None
-        # Of the last backup: the same on all ranks, though it may still be being written.
+        # The point of the last backup: equal on all ranks, also while the backup is still being written.
         self._last_point: SavePoint | None = None
         self.training = uuid.uuid4().hex
 
     def find_backup(self) -> None:
-        """Reads the newest whole backup, if there is one, in a folder that is no other run's. A collective.
+        """Reads the newest complete backup, if one exists, after a check that no other run uses the folder. A collective.
 
         Call it before Keras builds anything from the random seed.
         """
@@ -103,8 +103,8 @@ class BackupSession:
             tf.random.set_seed(seed)
             if self._resume_from:
                 logger.warning(
-                    "the random seed is not that of the backup, which now holds; a dataset that was made before, and "
-                    "shuffles, comes in another order. Set one first, or give the Trainer the backup_dir."
+                    "the random seed is not that of the backup, and was replaced by it; a shuffled dataset that was created before "
+                    "has another order. Set the seed first, or give the Trainer the backup_dir."
                 )
         self._seed = seed
         if self._resume_from:
@@ -112,14 +112,14 @@ class BackupSession:
         self._agreement.prepare(self._model)
 
     def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
-        """Takes the training's callbacks; logs in files go on where the backup was."""
+        """Takes the training's callbacks; after a resume CSV logs are continued, not overwritten."""
         self._callbacks = callbacks
         if self._resume_from:
             for callback in state.csv_loggers(self._callbacks):
                 callback.append = True
 
     def on_train_begin(self, planned: range) -> range:
-        """Restores the state, once all variables are built. Returns the planned epochs, from 0, that are left."""
+        """Restores the state, once all variables are built. Returns the remaining epochs of `planned`, which count from 0."""
         epochs = planned.stop
         progress.mark_backed_up()
         self._state = TrainingState(self._model, self._callbacks)
@@ -135,7 +135,7 @@ class BackupSession:
             return planned
         saved_about = snapshot.manifest["about"]
         for number, optimizer in self._about["optimizer"].items():
-            # A rate that this process may have changed before is state; the backup's holds.
+            # A learning rate that this process may have changed in an earlier fit is state: it is restored from the backup.
             if self._trained and number in saved_about["optimizer"]:
                 optimizer["learning_rate"] = saved_about["optimizer"][number].get("learning_rate")
         compatibility.check_same_training(
@@ -153,7 +153,7 @@ class BackupSession:
         self.resumed_logs = self._last_logs if position.epoch_step else None
         if ignored := self._state.ignored_attributes():
             logger.warning(
-                f"{self._storage.path(snapshot.point)} names {', '.join(ignored)}, which no backup of these callbacks holds: not restored"
+                f"{self._storage.path(snapshot.point)} names {', '.join(ignored)}, which are not in the state of these callbacks: not restored"
             )
         if forgotten := self._state.unsaved_callbacks():
             logger.warning(
@@ -180,7 +180,7 @@ class BackupSession:
         return range(first_epoch, epochs)
 
     def _is_last(self) -> bool:
-        """Returns whether this fit is the last one that has begun, in a run that no supervisor restarted."""
+        """Returns whether no later fit has begun, in a run that no supervisor restarted."""
         with contextlib.suppress(tf.errors.OpError, OSError):
             return not progress.restarts() and not tf.io.gfile.isdir(self._next_folder)
         return False
@@ -188,13 +188,13 @@ class BackupSession:
     def _restore(self, snapshot: Snapshot) -> Logs:
         """Restores the state and the random generators of callbacks and steps; returns the last step's logs."""
         logs = self._state.restore(snapshot.shared, snapshot.own)
-        # If Python code makes the data, a thread that reads ahead draws from there: its state is the data's, at the pass's begin.
+        # If Python code creates the data, a thread that reads ahead draws from these generators: the data's state restores them.
         if _GENERATORS in snapshot.own and not self.passes.state.calls_python:
             set_process_generator_states(json.loads(np.asarray(snapshot.own[_GENERATORS]).item()))
         return logs
 
     def resumed(self, executions: Iterator[Any]) -> Iterator[Logs]:
-        """Yields the executions of an epoch that are left; restores the state once more, after the callbacks' hooks at the begin of the epoch.
+        """Yields the remaining executions of an epoch; restores the state once more, after the callbacks' hooks at the beginning of the epoch.
 
         The first execution opens the pass over the data.
         """
@@ -210,7 +210,7 @@ class BackupSession:
             yield from executions
 
     def on_execution_end(self, logs: Logs, new_steps: int) -> None:
-        """Saves after an execution of `new_steps` steps, if it is time to; `logs` are those of the last step."""
+        """Saves after an execution of `new_steps` steps, if a backup is due; `logs` are those of the last step."""
         self.writer.check()
         steps_done = self.passes.position.step
         steps_before = steps_done - new_steps
@@ -224,10 +224,10 @@ class BackupSession:
             self._save()
 
     def _known_variables(self) -> list[tf.Variable]:
-        return [*self._state.local_variables(), self._strategy.notes, *self._strategy.gauges]
+        return [*self._state.local_variables(), self._strategy.flags, *self._strategy.gauges]
 
     def on_epoch_end(self, last: bool) -> None:
-        """Saves at the end of an epoch, if asked to, and at the end of the last one."""
+        """Saves at the end of an epoch, if configured, and at the end of the last epoch."""
         self.writer.check()
         self._warnings.on_epoch_end()
         if self._ranks.size == 1 and self._agreement.is_preempted:
@@ -236,14 +236,14 @@ class BackupSession:
             self._save()
 
     def on_validation_begin(self) -> None:
-        """Captures the state before a validation, if the process may have to save it during that."""
+        """Captures the state before a validation, if the process may have to save during the validation."""
         position = self.passes.position
         is_saved = self._last_point == SavePoint(position.step, position.epoch_step == 0)
         if self._options.preemption and not is_saved and self._agreement.can_agree(self._model.test_function):
             self.before_validation = self._capture(to_host=False)
 
     def on_validation_end(self) -> None:
-        """Forgets the state that was captured."""
+        """Drops the state that `on_validation_begin` captured."""
         self.before_validation = None
 
     def on_validation_batch_end(self) -> None:
@@ -259,7 +259,7 @@ class BackupSession:
             self._snapshots.finish()
 
     def release(self) -> None:
-        """Gives the folder back, however the training has ended: this process may live on."""
+        """Releases the folder, also after an error: this process may continue to run."""
         with contextlib.suppress(tf.errors.OpError, OSError):
             self._snapshots.release()
 
@@ -272,11 +272,11 @@ class BackupSession:
             self.writer.start(lambda: self._snapshots.write(snapshot))
 
     def _save_and_exit(self, snapshot: Snapshot | None) -> None:
-        """Saves, and ends this process with the exit code that asks for another start. Without a snapshot, the last backup holds it."""
+        """Saves, and exits with the code that requests a restart. `snapshot` is None if the last backup holds the state."""
         self.writer.finish()
         if snapshot:
             self._snapshots.write(snapshot)
-        with contextlib.suppress(tf.errors.OpError):  # of a rank that could not save
+        with contextlib.suppress(tf.errors.OpError):  # the error of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
         if self._ranks.is_chief:
             step = self.passes.position.step
@@ -303,7 +303,7 @@ class BackupSession:
         return Snapshot(SavePoint(position.step, position.epoch_step == 0), manifest, shared, own)
 
     def _logs(self) -> Logs:
-        """Returns the last step's logs, as the epoch has them if there are no further steps in it."""
+        """Returns the last step's logs, as the epoch would have them if it ended now."""
         computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
         return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
 
@@ -352,9 +352,9 @@ class BackupOptions:
 
 @dataclasses.dataclass(eq=False)
 class SaveAgreement:
-    """All ranks' agreement to save, or to save and exit, after the same execution of steps.
+    """An agreement of all ranks to save, or to save and exit, after the same execution of steps.
 
-    Each rank writes two flags into `strategy.notes`: it is preempted, it is time to save. The training step sums them over the
+    Each rank writes two flags into `strategy.flags`: it is preempted, it is time to save. The training step sums them over the
     ranks, so that all ranks read the same flags at the same step.
 
     `peer_preempted` returns whether another task, which this one cannot do without, is preempted.
@@ -368,19 +368,19 @@ class SaveAgreement:
     _saved_at: float = dataclasses.field(default_factory=time.monotonic)
 
     def prepare(self, model: keras.Model) -> None:
-        """Makes the variable of the flags, which the model's step reads."""
+        """Creates the variable of the flags, which the model's step reads."""
         if self.ranks.size == 1:
             return
-        if self.strategy.notes is None:
+        if self.strategy.flags is None:
             with tf.device("CPU:0"):
-                self.strategy.notes = tf.Variable(tf.zeros(2), trainable=False)
+                self.strategy.flags = tf.Variable(tf.zeros(2), trainable=False)
             # A step that was traced before does not read the flags.
             model.train_function = model.test_function = None
         self._note(False, False)
 
     @property
     def is_preempted(self) -> bool:
-        """Returns whether this rank, or a task that it needs, was told to exit."""
+        """Returns whether this rank, or a task that it needs, has received SIGTERM."""
         return bool(self.preemption and (self.preemption.requested or self.peer_preempted()))
 
     def can_agree(self, function: StepFunction) -> bool:
@@ -388,7 +388,7 @@ class SaveAgreement:
         return self.ranks.size == 1 or hasattr(function, "agreed_flags")
 
     def agree(self, function: StepFunction) -> tuple[bool, bool]:
-        """Returns whether to save and exit, and whether it is time to save; on all ranks the same at the same step."""
+        """Returns whether to save and exit, and whether to save; equal on all ranks at the same step."""
         seconds = self.save_every_seconds
         should_save = bool(self.ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
         if self.ranks.size == 1:
@@ -402,23 +402,23 @@ class SaveAgreement:
         return should_stop, should_save
 
     def on_save(self) -> None:
-        """Restarts the time until the next backup, and resets the flag that asks for one."""
+        """Restarts the save timer, and resets the flag that requests a backup."""
         self._saved_at = time.monotonic()
         if self.ranks.size > 1:
             self._note(self.is_preempted, False)
 
     def _note(self, is_preempted: bool, should_save: bool) -> None:
-        notes: tf.Variable = self.strategy.notes
-        notes.assign([float(is_preempted), float(should_save)])
+        flags: tf.Variable = self.strategy.flags
+        flags.assign([float(is_preempted), float(should_save)])
 
 
 class ResumeWarnings:
-    """Warns once of each source of unsaved state: of the data before the training, of steps after the second execution."""
+    """Warnings about unsaved state, once for each source: for data before the training, for steps after the second execution."""
 
     def __init__(self, enabled: bool):
         self._enabled = enabled
         self._executions = 0
-        self._generators: Sequence[RandomGenerator] = ()  # of Python code, which backups hold for steps
+        self._generators: Sequence[RandomGenerator] = ()  # generators of Python code whose state backups hold
         self._watch: unsaved_randomness.StepWatch | None = None
 
     def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -436,7 +436,7 @@ class ResumeWarnings:
             self.on_epoch_end()
 
     def on_epoch_end(self) -> None:
-        """Warns of the watched state: the epoch may have had one execution."""
+        """Warns of changes in the watched state, because the epoch may have had only one execution."""
         watch, self._watch = self._watch, None
         if watch:
             unsaved_randomness.warn_if_inexact(list(watch.doubts()))

@@ -1,4 +1,4 @@
-"""Writes the snapshots of one `fit`. Each rank writes its part; the chief also writes the shared part and the manifest."""
+"""The writer of the snapshots of one `fit`. Each rank writes its part; the chief also writes the shared part and the manifest."""
 
 from __future__ import annotations
 
@@ -79,7 +79,7 @@ class SnapshotWriter:
         storage.write_part(point, storage.part, snapshot.own)
         if self._ranks.is_chief:
             storage.write_part(point, SHARED, snapshot.shared)
-            self._ownership.check()  # again: only the manifest makes the parts a backup
+            self._ownership.check()  # check again: only the manifest makes the parts a backup
             storage.write_manifest(point, snapshot.manifest, self._keep)
             remove_damaged(storage.folder)
             progress.note_backup(storage.folder)
@@ -178,7 +178,7 @@ class WriterThread:
         self.check()
 
     def check(self) -> None:
-        """Raises the error of work that has failed; once."""
+        """Raises the error of failed work, once."""
         error, self._error = self._error, None
         if error is not None:
             raise error

@@ -109,7 +109,7 @@ class TrainingState:
         return sorted(self._ignored)
 
     def unsaved_callbacks(self) -> list[str]:
-        """Returns the classes of the user's callbacks that may have state, which is not backed up."""
+        """Returns the classes of the user's callbacks that may have state that backups do not hold."""
         return sorted(
             {
                 type(callback).__qualname__
@@ -163,7 +163,7 @@ def _get_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
     state: dict[str, Any] = {}
     for kind, names in CALLBACK_STATE.items():
         if isinstance(callback, kind):
-            # In a list of their own, as training changes them while they are written.
+            # `_to_json` copies the lists, because training changes them while the backup is written.
             state |= {name: getattr(callback, name) for name in names if hasattr(callback, name)}
     if hasattr(callback, "state_dict"):
         state["state_dict"] = callback.state_dict()
@@ -238,13 +238,13 @@ def cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
     callback.csv_file.flush()
     with tf.io.gfile.GFile(callback.filename) as file:
         lines = file.read().splitlines(keepends=True)
-    kept = lines[:1] + list(filter(is_before, lines[1:]))
-    if kept == lines:
+    remaining_lines = lines[:1] + list(filter(is_before, lines[1:]))
+    if remaining_lines == lines:
         return
     partial = f"{callback.filename}.partial"
     try:
         with tf.io.gfile.GFile(partial, "w") as file:
-            file.write("".join(kept))
+            file.write("".join(remaining_lines))
         tf.io.gfile.rename(partial, callback.filename, overwrite=True)
     except (OSError, tf.errors.OpError) as e:
         logger.warning(
@@ -254,4 +254,4 @@ def cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
         with contextlib.suppress(OSError, tf.errors.OpError):
             tf.io.gfile.remove(partial)
         return
-    callback.on_train_begin()  # opens it again
+    callback.on_train_begin()  # opens the file again

@@ -1,16 +1,16 @@
-"""Backups on disk, or wherever `tf.io.gfile` reaches: written by all ranks, valid once the manifest is there.
+"""Backups on disk, or on a file system of `tf.io.gfile`: written by all ranks, valid once the manifest exists.
 
     backup/checkpoint                     names the backups, in TensorFlow's form
     backup/step-400/shared.{index,data}   state of all ranks, written by the chief
     backup/step-400/rank-1.{index,data}   state of rank 1 alone, written by it
     backup/step-400/manifest.json         names all other files, with sizes and checksums; written last, by the chief
 
-At the end of an epoch the folder is `step-400-end`: there may be one of its last step, before the validation, too. Nothing is
-ever written over a backup. The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
-and the manifest holds a checksum of each index, so that torn files and flipped bits are found. A part's index appears when the part is
-whole, so the chief need only wait for all indices. No rank deletes another's files, but for the chief those of backups that are
-damaged: it renames them to `damaged-step-400` when a run continues from an older one, and removes them once the next one is complete; and
-those of a training that has finished, once the model's own `save` has written it. A backup that is being removed has a file `removed`.
+At the end of an epoch the folder is `step-400-end`; another backup of the same step, from before the validation, may exist. A backup
+is never overwritten. The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
+and the manifest holds a checksum of each index, so that torn files and flipped bits are detected. A part's index appears when the part is
+complete, so the chief only waits for all indices. A rank deletes only its own files. The chief also deletes damaged backups: it renames
+them to `damaged-step-400` when a run continues from an older backup, and removes them once the next backup is complete. And it deletes
+the backups of a finished training, once the model's own `save` has written the model. A backup that is being removed has a file `removed`.
 """
 
 from __future__ import annotations
@@ -59,13 +59,13 @@ class Storage:
         return f"rank-{self.rank}"
 
     def points(self) -> list[SavePoint]:
-        """Returns the save points of all backups, whole or not, the newest first."""
+        """Returns the save points of all backups, complete or not, newest first."""
         points = map(SavePoint.of_folder, files.list_folder(self.folder))
         local = files.is_local(self.folder)
         return sorted({p for p in points if p and not (local and os.path.isfile(self.path(p)))}, reverse=True)
 
     def completed(self) -> set[SavePoint]:
-        """Returns the save points of the backups that were whole once."""
+        """Returns the save points of the backups that are, or once were, complete."""
         try:
             state = files.read(os.path.join(self.folder, STATE_FILE)).decode(errors="replace")
         except CorruptBackupError:
@@ -80,7 +80,7 @@ class Storage:
         return os.path.join(self.folder, point.folder, name).rstrip("/")
 
     def write_part(self, point: SavePoint, part: str, tensors: Mapping[str, Any]) -> None:
-        """Writes a part: `shared`, or `rank-<rank>`. Raises BackupError where it cannot."""
+        """Writes a part: `shared`, or `rank-<rank>`. Raises BackupError if it cannot be written."""
         prefix = self.path(point, part)
         try:
             tf.io.gfile.makedirs(self.path(point))
@@ -102,14 +102,14 @@ class Storage:
         if not names:
             raise self._missing(point, prefix)
         for name in names:
-            files.size(self.path(point, name))  # or TensorFlow would follow a link
+            files.size(self.path(point, name))  # raises for a link, which TensorFlow would follow
         for last in (False, True):
             try:
                 reader = tf.train.load_checkpoint(prefix)
                 return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
             except files.PASSING as e:
                 raise files.unreadable(prefix, e) from e
-            except Exception as e:  # TensorFlow raises the same for a damaged file and for one that it cannot read
+            except Exception as e:  # TensorFlow raises the same error for a damaged and for an unreadable file
                 for name in names:
                     files.check_readable(self.path(point, name))
                 if last:
@@ -117,9 +117,9 @@ class Storage:
         raise AssertionError
 
     def write_manifest(self, point: SavePoint, values: Mapping[str, Any], keep: int) -> None:
-        """Makes a backup valid, once all ranks have written their parts, and keeps the newest `keep` backups. On the chief.
+        """Completes a backup, once all ranks have written their parts, and keeps the newest `keep` backups. Runs on the chief.
 
-        Raises BackupError where it cannot be written, or another rank's part does not come within 300 s.
+        Raises BackupError if it cannot be written, or if another rank's part does not appear within 300 s.
         """
         path = self.path(point, MANIFEST)
         try:
@@ -130,25 +130,27 @@ class Storage:
                     written[os.path.basename(data)] = {"bytes": tf.io.gfile.stat(data).length}
                 index = files.read(self.path(point, f"{part}.index"))
                 written[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
-            body = json.loads(json.dumps({**values, "files": written}))  # as it will be read
+            body = json.loads(
+                json.dumps({**values, "files": written})
+            )  # the checksum is of the values as they will be read
             body["crc32"] = contents.checksum(body)
             files.replace(path, json.dumps(body, indent=1))
-            whole = [point for point in self.points() if self.is_complete(point)]
-            self._name_all(sorted(whole[:keep]))
-            for old in whole[keep:]:
+            complete = [point for point in self.points() if self.is_complete(point)]
+            self._name_all(sorted(complete[:keep]))
+            for old in complete[keep:]:
                 self.remove(old)
         except (tf.errors.OpError, OSError, ReadError) as e:
             raise _write_error(path, e) from e
 
     def _name_all(self, points: Sequence[SavePoint]) -> None:
-        # As TensorFlow would, but relative to the folder, which may be moved.
+        # In the format of TensorFlow, but with paths relative to the folder, which may be moved.
         paths = [json.dumps(f"{point.folder}/{SHARED}") for point in points]
         lines = [f"model_checkpoint_path: {paths[-1]}", *(f"all_model_checkpoint_paths: {path}" for path in paths)]
         path = os.path.join(self.folder, STATE_FILE)
         files.replace(path, "\n".join(lines) + "\n")
 
     def read_manifest(self, point: SavePoint) -> dict[str, Any]:
-        """Returns a backup's manifest, once its files are there and have the sizes it names. Raises as `read_part`."""
+        """Returns a backup's manifest after a check that its files exist with the sizes and checksums in it. Raises as `read_part` does."""
         path = self.path(point, MANIFEST)
         if files.size(path) is None:
             raise self._missing(point, path)
@@ -158,10 +160,10 @@ class Storage:
             size = files.size(path)
             if size is None:
                 raise self._missing(point, path)
-            whole = size == expected.get("bytes")
+            is_intact = size == expected.get("bytes")
             if "crc32" in expected:
-                whole = whole and expected["crc32"] == zlib.crc32(files.read(path))
-            if not whole:
+                is_intact = is_intact and expected["crc32"] == zlib.crc32(files.read(path))
+            if not is_intact:
                 raise CorruptBackupError(f"{path} differs from the data written")
         return body
 
@@ -171,9 +173,9 @@ class Storage:
         return UnreadableBackupError(f"{self.path(point)} cannot be read: it is not there any more")
 
     def clean(self, after: SavePoint | None = None) -> None:
-        """Removes this rank's files from backups without a manifest: of those after `after`, from which the training goes on.
+        """Removes this rank's files from backups without a manifest that are later than `after`, from which the training continues.
 
-        None means of those before the newest one with a manifest.
+        If `after` is None, removes them from such backups before the newest complete backup.
         """
         try:
             points = self.points()
@@ -185,12 +187,12 @@ class Storage:
                 self.remove(point)
 
     def remove(self, point: SavePoint, every_rank: bool = False) -> None:
-        """Removes this rank's files of a backup, or those of all ranks, and its folder once that is empty."""
+        """Removes the files of this rank or of every rank from a backup, and the folder once it is empty."""
         if files.is_link(self.path(point)):
             if self.rank == 0:
                 self._remove_file(self.path(point))
             return
-        if self.rank == 0:  # first, so that no reader takes what is left for a backup
+        if self.rank == 0:  # first, so that no reader takes the remaining files for a backup
             with contextlib.suppress(tf.errors.NotFoundError):
                 tf.io.gfile.rename(self.path(point, MANIFEST), self.path(point, _REMOVED), overwrite=True)
         own_prefixes = (f"{self.part}.", *((f"{SHARED}.", MANIFEST) if self.rank == 0 else ()))
@@ -200,11 +202,11 @@ class Storage:
                     self._remove_file(self.path(point, name))
             if not {*tf.io.gfile.listdir(self.path(point))} - {_REMOVED}:
                 tf.io.gfile.rmtree(self.path(point))
-        except tf.errors.NotFoundError:  # another rank was the last one
+        except tf.errors.NotFoundError:  # another rank has removed the folder
             pass
 
     def remove_all(self, every_rank: bool = False) -> None:
-        """Removes this rank's files of all backups, or those of all ranks; the chief, their list, too."""
+        """Removes the files of this rank or of every rank from all backups. The chief also removes the list of backups."""
         if self.rank == 0:
             for name in (STATE_FILE, STATE_FILE + _PARTIAL):
                 self._remove_file(os.path.join(self.folder, name))
@@ -215,17 +217,17 @@ class Storage:
             if not tf.io.gfile.listdir(self.folder):
                 tf.io.gfile.rmtree(self.folder)
         except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError, tf.errors.PermissionDeniedError):
-            pass  # another rank was faster; or it is a volume, or in a folder of somebody else's: it stays, empty
+            pass  # another rank was faster, or the folder is a volume or in another user's folder: an empty folder stays
 
     def is_complete(self, point: SavePoint) -> bool:
-        """Returns whether all ranks have written a backup, and none has begun to remove it."""
+        """Returns whether all ranks have written a backup and no rank has begun to remove it."""
         try:
             return files.is_folder(self.path(point)) and files.size(self.path(point, MANIFEST)) is not None
         except ReadError:
             return False
 
     def is_removed(self, point: SavePoint) -> bool:
-        """Returns whether a backup has been removed, or is being removed: False if that cannot be told."""
+        """Returns whether a backup has been removed or is being removed; False if unknown."""
         try:
             if self.is_complete(point):
                 return False
@@ -234,7 +236,7 @@ class Storage:
             return False
 
     def is_unfinished(self, point: SavePoint) -> bool:
-        """Returns whether a backup has no manifest: False if that cannot be told."""
+        """Returns whether a backup has no manifest; False if unknown."""
         try:
             return files.size(self.path(point, MANIFEST)) is None
         except ReadError:
@@ -248,7 +250,7 @@ class Storage:
             return 0
 
     def has_begun(self, point: SavePoint) -> bool:
-        """Returns whether the chief has begun to write a backup, and not removed it."""
+        """Returns whether the chief has begun to write a backup and has not removed it."""
         return bool(tf.io.gfile.glob(self.path(point, "rank-0.*")))
 
     def _remove_file(self, path: str) -> None:
@@ -263,7 +265,7 @@ class Storage:
             now = time.monotonic()
             if now - begun > _PARTS_TIMEOUT:
                 raise BackupError(
-                    f"{self.path(point, part)}.index has not come within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
+                    f"{self.path(point, part)}.index has not appeared within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
                     f"folder {self.folder!r}? backup_dir must be one that they share."
                 )
             if now - reported > _REPORT_EVERY:
@@ -273,9 +275,9 @@ class Storage:
 
 
 def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
-    """Renames the backups after the one that a run continues from, so that no new one is written into their folders.
+    """Renames the backups later than `after`, from which a run continues, so that no new backup is written into their folders.
 
-    Those that were never complete are left to `Storage.clean`. Raises OSError or OpError where one cannot be renamed.
+    `Storage.clean` handles backups that were never complete. Raises OSError or OpError if a folder cannot be renamed.
     """
     completed = storage.completed()
     for point in storage.points():
@@ -295,10 +297,8 @@ def remove_damaged(folder: str) -> None:
                 path = os.path.join(folder, name.rstrip("/"))
                 files.remove_tree(path)
     except (OSError, tf.errors.OpError, files.ReadError) as e:
-        logger.warning(f"damaged backups are left, as {path} cannot be removed: {files.first_line(e)}")
+        logger.warning(f"damaged backups remain, as {path} cannot be removed: {files.first_line(e)}")
 
 
 def _write_error(path: str, error: Exception) -> BackupError:
-    return BackupError(
-        f"The backup {path} could not be written: {files.first_line(error)}. The backups before it are left."
-    )
+    return BackupError(f"The backup {path} could not be written: {files.first_line(error)}. Earlier backups remain.")

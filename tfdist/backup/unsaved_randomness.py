@@ -1,4 +1,4 @@
-"""Warns of random draws that no backup can hold, found in the graphs of datasets and steps."""
+"""Warnings about random draws that no backup can reproduce, from the graphs of datasets and steps."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tfdist.data.random_state import python_functions, random_states
 from tfdist.errors import list_first
 from tfdist.runtime.log import logger
 
-_NAMED = 3  # places that a sentence names
+_NAMED = 3  # variables or draws that a message names
 _LIBRARIES = tuple(
     os.path.dirname(path) + os.sep
     for path in (str(tf.__file__), str(keras.__file__), os.__file__, os.path.dirname(__file__))
@@ -26,7 +26,7 @@ _THREADS = "call tf.config.experimental.enable_op_determinism() first, or leave 
 
 
 def warn_if_inexact(doubts: Sequence[str]) -> None:
-    """Says in one sentence why a resume will not be exact, if it will not."""
+    """Logs one warning with the reasons why a resume will not be exact, if any."""
     if doubts:
         logger.warning(f"resume will not be exact: {'. Nor will it be as '.join(doubts)}.")
 
@@ -52,7 +52,7 @@ def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
 
 
 class StepWatch:
-    """Watches the first two executions of steps for state that a backup does not hold; `known` are variables that it holds or need not hold."""
+    """A check of the first two executions of steps for unsaved state; `known` are variables that a backup holds or need not hold."""
 
     def __init__(self, function: StepFunction, known: Sequence[tf.Variable], generators: Sequence[RandomGenerator]):
         self._function, self._generators = function, generators
@@ -67,17 +67,17 @@ class StepWatch:
             node for traced in graphs(self._function) for node in nodes(traced) if tf_internals.is_python_call(node)
         ]
         if {*find_generators(*map(tf_internals.python_function, calls))} - {*self._generators}:
-            yield "the step calls Python code that draws from a generator of its own, or the data's; draw with keras.random instead"
+            yield "the step calls Python code that draws from its own generator or the data's; draw with keras.random instead"
         changed = [variable.name for variable, value in self._before if not np.array_equal(variable.numpy(), value)]
         if changed:
             yield f"the step changes {list_first(changed, _NAMED)}, which the model does not know; make it an attribute of the model or a layer"
 
 
 def step_doubts(function: StepFunction) -> Iterator[str]:
-    """Yields draws of steps from counters that TensorFlow keeps for itself, and the remedy, once `function` has run."""
+    """Yields a warning about draws of steps from private counters of TensorFlow, with the remedy. Call it after `function` has run."""
     lines = dict.fromkeys(place for traced in graphs(function) for place in _user_lines(traced))
     if lines:
-        yield f"the step draws with {list_first(list(lines), _NAMED)}, whose state TensorFlow keeps to itself; draw with keras.random instead"
+        yield f"the step draws with {list_first(list(lines), _NAMED)}, whose state is private to TensorFlow; draw with keras.random instead"
 
 
 def graphs(function: StepFunction) -> Iterator[tf.Graph]:
@@ -93,7 +93,7 @@ def _random_nodes(function: tf.types.experimental.ConcreteFunction) -> bool:
 
 
 def _draws_from_own_counter(kind: str) -> bool:
-    """Returns whether operations of a kind draw random numbers from a counter of their own."""
+    """Returns whether operations of a type draw random numbers from a private counter."""
     known = tf_internals.operation_definition(kind)
     if known is None or not known.is_stateful or kind.startswith("Cudnn") or "Dataset" in kind:
         return False
@@ -112,6 +112,6 @@ def _user_lines(graph: tf.Graph) -> Iterator[str]:
 
 
 def _user_line(operation: tf.Operation) -> str | None:
-    """Returns the user's line that made an operation, or None."""
+    """Returns the user's line that created an operation, or None."""
     own = [frame for frame in operation.traceback if not frame.filename.startswith(_LIBRARIES)]
     return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None

@@ -1,8 +1,8 @@
-"""Keeps the connections between the tasks of a cluster while a link is down for a while.
+"""Timeouts of the TCP connections between a cluster's tasks, long enough to survive a short network outage.
 
-gRPC closes a connection to a server if sent bytes are not acknowledged for 20 s (`TCP_USER_TIMEOUT`), and the calls in flight fail for
-good, also where the link comes back a moment later. TensorFlow passes no setting for that to gRPC, but another thread may change the option of
-a socket that is open. Only Linux has it.
+gRPC closes a connection if sent bytes are not acknowledged for 20 s (`TCP_USER_TIMEOUT`). The calls in flight then fail permanently,
+even if the link recovers a moment later. TensorFlow cannot configure this timeout of gRPC, but a thread can set the option on an open socket.
+Only Linux has the option.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ import time
 
 from tfdist.cluster.spec import ClusterSpec, split_address
 
-# Beyond what any outage lasts that is survived: gRPC's servers close a connection that leaves a ping unanswered for a minute.
+# Longer than any outage that a connection survives: gRPC's servers close a connection when a ping stays unanswered for a minute.
 TIMEOUT_SECONDS = 180.0
-_LOOK_EVERY = 5.0  # seconds; a new connection must be seen before its 20 s are over
-# After a loss the system sends again after 0.2 s, and then after twice the time of before: after an outage of 55 s, at 102 s, when that minute is
-# over. Linux 6.15 has a limit for these pauses, which has no name in `socket` yet.
+_LOOK_EVERY = 5.0  # seconds; well below gRPC's 20 s, so that new connections are extended in time
+# After a loss the kernel retransmits after 0.2 s, and doubles each further pause. After an outage of 55 s the next attempt is at 102 s,
+# later than gRPC's minute. Linux 6.15 has an option that limits these pauses; `socket` has no name for it yet.
 _TCP_RTO_MAX_MS = 44
 _LONGEST_PAUSE_MS = 5000
 _DESCRIPTORS = pathlib.Path("/proc/self/fd")
-_ports: set[int] = set()  # whose connections are kept
+_ports: set[int] = set()  # of tasks whose connections get the longer timeout
 
 
 def keep_connections(cluster: ClusterSpec) -> None:
-    """Keeps this process's connections to and from tasks of a cluster, those to come included, until the process ends.
+    """Extends the timeout of this process's present and future connections with a cluster's tasks, until the process ends.
 
     Args:
-        cluster: The cluster. A connection is one of its tasks' if the port at either end is that of a task.
+        cluster: The cluster. Connections with its tasks are recognized by a task's port at either end.
     """
     started = bool(_ports)
     _ports.update(split_address(cluster.address(task))[1] for task in cluster.tasks())
@@ -46,7 +46,7 @@ def _work() -> None:
 
 
 def extend_timeouts(ports: frozenset[int]) -> int:
-    """Extends the timeout of this process's TCP connections of which one end has one of `ports`; returns their number."""
+    """Extends the timeout of this process's TCP connections that have one of `ports` at either end; returns their number."""
     count = 0
     for path in list(_DESCRIPTORS.iterdir()):
         with contextlib.suppress(OSError):  # closed meanwhile, or not connected

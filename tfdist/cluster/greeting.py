@@ -19,7 +19,7 @@ from tfdist.errors import ClusterError, truncate
 
 PREFIX = b"tfdist "
 MAX_BYTES = 4096  # of a greeting
-_NO_SERVER = "Could not start gRPC server"  # TensorFlow's error; of a type that varies
+_NO_SERVER = "Could not start gRPC server"  # in the message of TensorFlow's error, whose type varies
 
 
 def encode_greeting(cluster: ClusterSpec, task: TaskSpec) -> str:
@@ -32,7 +32,7 @@ def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     """Listens at the task's own address and sends the greeting; afterwards the port is free for TensorFlow.
 
     Raises:
-        ClusterError: The port is taken, by another process that is named if the system tells, or only root may use it.
+        ClusterError: The port is taken (the error names the process if the system reports it), or only root may use it.
     """
     try:
         listener = _listen(_port(cluster, task))
@@ -61,10 +61,10 @@ def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_port_owner(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
-    """Names the port and its owner where TensorFlow's server, which is started inside, cannot listen. TensorFlow names neither.
+    """Raises an error that names the port and its owner if TensorFlow's server, started inside, cannot listen. TensorFlow names neither.
 
     Raises:
-        ClusterError: Another process has taken the port since `listening_for_peers` has left it.
+        ClusterError: Another process has taken the port since `listening_for_peers` released it.
     """
     try:
         yield
@@ -79,9 +79,9 @@ def _port(cluster: ClusterSpec, task: TaskSpec) -> int:
 
 
 def _port_error(cluster: ClusterSpec, task: TaskSpec, reason: str = "") -> ClusterError:
-    """Returns the error of a task that cannot listen at its port, as the port is taken unless a reason is given."""
+    """Returns the error of a task that cannot listen at its port. An empty `reason` means that the port is taken."""
     port = _port(cluster, task)
-    why = f"cannot be had ({reason});" if reason else f"is taken{_port_owner(port)}. End that, or"
+    why = f"is not available ({reason});" if reason else f"is taken{_port_owner(port)}. End that process, or"
     return ClusterError(
         f"{task} cannot listen at {cluster.address(task)}: port {port} {why} give the task another port."
     )
@@ -94,17 +94,17 @@ def _listen(port: int) -> socket.socket:
         OSError: The port is not available.
     """
     error = OSError(errno.EAFNOSUPPORT, os.strerror(errno.EAFNOSUPPORT))
-    for family, place in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
+    for family, any_address in ((socket.AF_INET6, "::"), (socket.AF_INET, "0.0.0.0")):
         try:
             listener = socket.socket(family, socket.SOCK_STREAM)
-        except OSError as e:  # no such addresses here
+        except OSError as e:  # the host does not support this address family
             error = e
             continue
         try:
             listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             if family == socket.AF_INET6:
                 listener.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
-            listener.bind((place, port))
+            listener.bind((any_address, port))
             listener.listen(128)
             return listener
         except OSError as e:
@@ -116,7 +116,7 @@ def _listen(port: int) -> socket.socket:
 
 
 def _port_owner(port: int) -> str:
-    """Returns ` by pid 4711 (python serve.py)` where the system tells who listens at a port."""
+    """Returns ` by pid 4711 (python serve.py)` if the system reports the process that listens at a port; else an empty text."""
     import psutil
 
     try:

@@ -15,7 +15,7 @@ from tfdist.cluster.spec import ClusterSpec
 from tfdist.errors import ConfigError
 from tfdist.runtime import temporary
 
-_MOST_HELD = 100  # of the ports that this process has given last
+_MOST_HELD = 100  # ports that this process keeps reserved: those that it returned last
 _LOCK = struct.Struct("hhqqi4x")  # `struct flock`: type, whence, start, length, process
 _held: collections.deque[int] = collections.deque()  # descriptors
 
@@ -24,7 +24,7 @@ def local_cluster(workers: int, ps: int = 0) -> ClusterSpec:
     """Returns a cluster on this machine, on free ports.
 
     Args:
-        workers: Number of training tasks, at least 1. With parameter servers a chief comes on top.
+        workers: Number of training tasks, at least 1. With parameter servers the cluster has a chief as well.
         ps: Number of parameter servers.
 
     Examples:
@@ -51,9 +51,9 @@ def on_free_ports(cluster: ClusterSpec) -> ClusterSpec:
 def free_ports(count: int) -> list[int]:
     """Returns ports of this machine that nobody listens on.
 
-    They lie below the range from which the kernel picks ports for outgoing connections: a port from that range may
-    be taken again before the task that it is meant for has started. Nor does this function give them to another process of this user
-    while this one lives, though nobody listens on them yet.
+    The ports lie below the range from which the kernel picks ports for outgoing connections: a port from that range may
+    be taken before its task has started. The last 100 ports stay reserved until this process ends: other processes of
+    this user do not get them from `free_ports`.
 
     Examples:
         >>> import tfdist.cluster
@@ -86,17 +86,17 @@ def free_ports(count: int) -> list[int]:
 
 
 def _hold(port: int) -> int | None:
-    """Keeps other processes of this user from giving a port, or returns None where one does so.
+    """Reserves a port, so that `free_ports` in other processes of this user skips it; returns None if another process has reserved it.
 
     Returns:
-        The descriptor of a file in which the byte that stands for the port is locked; the kernel forgets the lock with the process. -1 on
-        systems without such locks, which are not Linux, and where the user has no folder of their own.
+        The descriptor of a file whose byte at offset `port` is locked; the kernel releases the lock when the process ends. -1 if the
+        system has no such locks (only Linux has them), or the user has no private folder.
     """
     folder = temporary.user_folder() if hasattr(fcntl, "F_OFD_SETLK") else None
     if folder is None:
         return -1
     try:
-        # Ports are those of a network namespace.
+        # Each network namespace has its own ports.
         path = os.path.join(folder, f"ports-{os.stat('/proc/self/ns/net').st_ino}")
         holder = os.open(path, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, 0o600)
     except OSError:

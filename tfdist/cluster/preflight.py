@@ -1,7 +1,7 @@
 """The barrier at the start of a cluster: all tasks must answer before TensorFlow waits for them without a message.
 
 Each task first listens at its own address and sends a greeting to every peer that connects (`greeting`). So tasks may start in
-any order, and an error names a task of another cluster, or another program, at an address. No TensorFlow here.
+any order, and an error reports an address at which another cluster's task, or another program, answers. No TensorFlow here.
 """
 
 from __future__ import annotations
@@ -21,13 +21,13 @@ from tfdist.runtime.log import TO_STDERR, logger
 
 START_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
-# Seconds. A task that has connected too early connects again once all others have answered, or have not in time.
+# Seconds. A peer that connected too early connects again after its round of probes, which takes at most ANSWER_TIMEOUT.
 _LINGER = reachability.ANSWER_TIMEOUT + 2.0
 
 
 @contextlib.contextmanager
 def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT) -> Iterator[None]:
-    """Waits until all tasks are there. TensorFlow's own wait for them, inside, may take `timeout` seconds again.
+    """Waits until all tasks can be reached. TensorFlow's own wait for them, inside, may take `timeout` seconds more.
 
     Args:
         cluster: The cluster.
@@ -36,7 +36,7 @@ def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START
             and exits with code 1.
 
     Raises:
-        ClusterError: This task's port is taken, or other tasks are not there in time.
+        ClusterError: This task's port is taken, or other tasks cannot be reached in time.
     """
     bypass_proxies(cluster)
     with greeting.listening_for_peers(cluster, task):
@@ -53,15 +53,15 @@ def wait_until_reachable(
     clock: Callable[[], float] = time.monotonic,
     sleep: Callable[[float], None] = time.sleep,
 ) -> None:
-    """Waits until all tasks can be reached, and prints every 10 s which ones are missing.
+    """Waits until all tasks can be reached, and prints the missing tasks every 10 s.
 
     Args:
-        cluster: Their addresses.
+        cluster: The addresses of the tasks.
         tasks: The tasks.
         timeout: Seconds to wait.
-        serving: Whether to wait for TensorFlow's servers; else tasks that wait themselves will do.
-        clock: Returns seconds. Injected, as `sleep`, so that tests need not wait.
-        sleep: Waits some seconds.
+        serving: Whether to wait for TensorFlow's servers. If False, a task that itself still waits for others counts as reached.
+        clock: Returns the time in seconds. Tests replace it and `sleep`, so that they need not wait.
+        sleep: Waits for a number of seconds.
 
     Raises:
         ClusterError: Some task cannot be reached after `timeout`, or runs other versions or another configuration.
@@ -91,10 +91,10 @@ def wait_until_reachable(
                 f"host?{reachability.loopback_hint(cluster)}"
             )
         if now - reported >= _REPORT_EVERY:
-            for each, reason in absent.items():
-                logger.info(f"waiting for {reachability.format_tasks(cluster, {each: reason})}")
+            for absent_task, reason in absent.items():
+                logger.info(f"waiting for {reachability.format_tasks(cluster, {absent_task: reason})}")
             reported = now
-        # A task that has answered is not asked again: it may have gone on to start TensorFlow's server, and close this port first.
+        # Never probe a task again after its answer: it closes this port before it starts TensorFlow's server.
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
     different = list(task_versions.differences(versions, chief))
@@ -103,23 +103,23 @@ def wait_until_reachable(
     if faults := [sentence for is_fault, sentence in different if is_fault]:
         sleep(_LINGER)  # so that the other tasks receive this task's greeting, too
         raise ClusterError(
-            f"The tasks do not run the same: {'; '.join(faults)}. Give all the same versions and the same configuration."
+            f"The tasks differ: {'; '.join(faults)}. Run all tasks with the same versions and the same configuration."
         )
 
 
 @contextlib.contextmanager
 def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[None]:
-    """Prints every 10 s which tasks TensorFlow waits for inside, and ends the process if that takes too long.
+    """Prints every 10 s which tasks TensorFlow, started inside, waits for; ends the process after `timeout`.
 
     The code inside must release the interpreter's lock, or lend it (`compat.tf_cluster.lock_lender`). SIGINT and SIGTERM end the process at once.
 
     Args:
         cluster: The cluster.
         task: This process's task.
-        timeout: Seconds.
+        timeout: Seconds that TensorFlow may wait.
 
     Raises:
-        ClusterError: TensorFlow's server inside cannot listen, as this task's port is taken.
+        ClusterError: TensorFlow's server cannot listen, because this task's port is taken.
     """
     others = [other for other in cluster.tasks() if other != task]
     ends = time.monotonic() + timeout
@@ -129,10 +129,10 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
         while not done.wait(min(_REPORT_EVERY, max(0.0, ends - time.monotonic()))):
             absent = (
                 reachability.format_tasks(cluster, reachability.unreachable_tasks(cluster, others, serving=True))
-                or "others, though all can be reached: see their logs. A task that is started again alone cannot join others that train"
+                or "others, though all can be reached: see their logs. A task that restarts alone cannot join tasks that already train"
             )
             over = time.monotonic() >= ends
-            if done.is_set():  # the tasks were asked for seconds, in which TensorFlow may have returned
+            if done.is_set():  # TensorFlow may have returned during the probes, which take seconds
                 return
             waits = f"has waited {timeout:.0f} s, and is ended," if over else "waits"
             level = logging.ERROR if over else logging.WARNING
@@ -153,6 +153,6 @@ def bypass_proxies(cluster: ClusterSpec) -> None:
     hosts = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
     os.environ.setdefault("no_proxy", os.environ.get("NO_PROXY", ""))  # other libraries look at no_proxy first
     for name in ("no_grpc_proxy", "no_proxy"):
-        known = [each for each in os.environ.get(name, "").split(",") if each]
-        if name == "no_proxy" or known:  # gRPC takes no_grpc_proxy before no_proxy
+        known = [host for host in os.environ.get(name, "").split(",") if host]
+        if name == "no_proxy" or known:  # gRPC reads no_grpc_proxy before no_proxy
             os.environ[name] = ",".join(dict.fromkeys([*known, *hosts]))

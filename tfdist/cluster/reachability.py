@@ -1,4 +1,4 @@
-"""Probes of the tasks of a cluster: they find tasks that do not answer, or whose address another program has, and say why.
+"""Probes of a cluster's tasks. They report tasks that do not answer, addresses at which another program answers, and the reasons.
 
 No TensorFlow here.
 """
@@ -19,21 +19,23 @@ from tfdist.cluster.spec import ClusterSpec, TaskSpec, split_address
 from tfdist.runtime.log import logger
 
 ANSWER_TIMEOUT = 3.0  # seconds that an address has to answer
-SETTLED = 5.0  # seconds within which the system closes the port of a process that is killed, after its connections
-WAITS_FOR_OTHERS = "is there, and waits for others"  # of a task that has not joined the cluster yet, or not again
-# The reasons of a process that has ended, and of another one in its place. A busy process gives other reasons, or none.
+SETTLED = 5.0  # seconds within which the kernel closes the port of a killed process; it closes the connections first
+WAITS_FOR_OTHERS = (
+    "is there, and waits for others"  # the reason for a task that has not joined the cluster, or not rejoined it
+)
+# The reasons for a process that has ended, and for its successor at the same address. A busy process has other reasons, or none.
 ENDED = ("connection refused", WAITS_FOR_OTHERS)
 # The frame that an HTTP/2 server begins with (RFC 9113, 3.4): its length, type 4, no flags, stream 0; then settings of 6 bytes.
 _SETTINGS = re.compile(rb"\0[\0-\x03][\0-\xff]\x04\0\0\0\0\0", re.DOTALL)
-# Anybody may listen at an address: what is printed of a greeting is a task's name.
+# Any program may listen at an address, so messages contain only the task's name of a greeting of this form.
 _GREETING = re.compile(r"tfdist [0-9a-f]+ [a-z]+:[0-9]{1,9}")
 REPORT_AFTER = 5.0  # seconds without an answer, after which it is logged
-REPORT_EVERY = 10.0  # and again
-_LONGEST_ROUND = 5.0  # seconds that count for a round: this process itself may have been stopped
+REPORT_EVERY = 10.0  # seconds until it is logged again
+_LONGEST_ROUND = 5.0  # limit of the seconds counted per round, because this process itself may have been stopped
 
 
 def unreachable_tasks(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: bool = False) -> dict[TaskSpec, str]:
-    """Returns those of `tasks` at whose addresses nothing listens, and why. The system accepts connections of a busy process.
+    """Returns the tasks at whose addresses nothing listens, and the reasons. The kernel accepts connections for a busy process.
 
     Args:
         cluster: The cluster.
@@ -50,10 +52,10 @@ def unreachable_tasks(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: 
 
 
 class ReachabilityProbe:
-    """Connects to all tasks at once, each in a thread: the system may take arbitrarily long to resolve a name.
+    """Probe that connects to each task in its own thread, because the system may take arbitrarily long to resolve a name.
 
     Args:
-        probe_task: Returns why a task cannot be reached, given the seconds that its address has to answer, or an empty text.
+        probe_task: Function of a task and the seconds to wait for its answer; returns why the task cannot be reached, or an empty text.
     """
 
     def __init__(self, probe_task: Callable[[TaskSpec, float], str]):
@@ -66,7 +68,7 @@ class ReachabilityProbe:
         tasks = list(tasks)
         for task in tasks:
             if task not in self._threads:
-                # Until there is an answer, the reason of the round before counts: a busy machine may take long to give the next one.
+                # Until this probe ends, the previous round's reason counts: on a busy machine a probe may take long.
                 if not self._reasons.get(task):
                     self._reasons[task] = "its name is not resolved yet"
                 self._threads[task] = threading.Thread(target=self._ask, args=(task, seconds), daemon=True)
@@ -89,13 +91,13 @@ def unreachable_reason(
     serving: bool = False,
     on_versions: Callable[[bytes], object] = lambda line: None,
 ) -> str:
-    """Returns why nothing can be reached at `address`, or an empty text where something listens.
+    """Returns why the expected process cannot be reached at `address`, or an empty text if it can.
 
     Args:
         address: `host:port`.
         timeout: Seconds to wait for an answer.
-        expected: The greeting of the task that should answer (`greeting.encode_greeting`). Empty means that any answer will do.
-        serving: Whether it must be TensorFlow's server.
+        expected: The greeting of the task that should answer (`greeting.encode_greeting`). Empty accepts any process that listens.
+        serving: Whether TensorFlow's server must answer; the task's greeting is then not enough.
         on_versions: Called with the line in which the other task sends its versions.
     """
     try:
@@ -103,8 +105,8 @@ def unreachable_reason(
             return _unexpected_peer(connection, expected, serving, on_versions) if expected else ""
     except TimeoutError:
         return "no answer"
-    except UnicodeError:  # of a name with too long a part, or an empty one
-        return "no name of a host"
+    except UnicodeError:  # a label of the host's name is empty or too long
+        return "not a valid host name"
     except OSError as e:
         return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
 
@@ -121,7 +123,7 @@ def _unexpected_peer(
             if not (more := connection.recv(greeting.MAX_BYTES)):
                 break
             received += more
-    if _SETTINGS.match(received):  # TensorFlow's server speaks first, too
+    if _SETTINGS.match(received):  # TensorFlow's server also sends before it receives
         return ""
     first, _, second = received.partition(b"\n")
     answer = first.decode(errors="replace").strip()
@@ -139,16 +141,16 @@ def _unexpected_peer(
 
 
 class SilentTasks:
-    """The tasks that do not answer and are not known to have ended, and for how long.
+    """Record of the tasks that do not answer, although they are not known to have ended, and of the seconds without an answer.
 
     Args:
         cluster: The cluster.
         task: This process's task.
-        clock: Returns seconds. Injected, so that tests need not wait.
+        clock: Returns the time in seconds. Tests replace it, so that they need not wait.
 
     Attributes:
-        seconds: For how long each of them has not answered.
-        returned: For how long tasks did not answer that do again; the last one first.
+        seconds: Seconds without an answer, by silent task.
+        returned: Seconds without an answer of the tasks that answer again; the most recent first.
     """
 
     def __init__(self, cluster: ClusterSpec, task: TaskSpec, clock: Callable[[], float] = time.monotonic):
@@ -175,7 +177,7 @@ class SilentTasks:
             self._logged = now
 
     def sentence(self) -> str:
-        """Returns who has not answered for how long, or an empty text."""
+        """Returns a warning with the silent tasks and the seconds without an answer, or an empty text."""
         long = {task: seconds for task, seconds in self.seconds.items() if seconds >= REPORT_AFTER}
         if not long:
             return ""
@@ -192,7 +194,7 @@ def format_tasks(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
 
 
 def loopback_hint(cluster: ClusterSpec) -> str:
-    """Returns a hint if all addresses are loopback addresses, which every host has for itself; else an empty text."""
+    """Returns a hint if all addresses are loopback addresses, which lead every host to itself; else an empty text."""
     for task in cluster.tasks():
         host, _ = split_address(cluster.address(task))
         with contextlib.suppress(ValueError):
@@ -200,4 +202,4 @@ def loopback_hint(cluster: ClusterSpec) -> str:
                 continue
         if host != "localhost":
             return ""
-    return f" Every host means itself by {host}: for tasks of several hosts, give addresses that all of them know."
+    return f" {host} is each host's own address: for tasks on several hosts, use addresses that all hosts can reach."

@@ -41,13 +41,13 @@ class TaskSpec:
 class ClusterSpec:
     """The addresses of all tasks, by job.
 
-    An evaluator is no member: TensorFlow would wait for it without limit (tensorflow#46169). It runs beside.
+    An evaluator is not a member, because TensorFlow would wait for it without limit (tensorflow#46169). It runs outside the cluster.
 
     Attributes:
-        jobs: Job (`"chief"`, `"worker"`, `"ps"`) to its tasks' `host:port`, in order of their index.
+        jobs: The `host:port` of each job's tasks, ordered by index. The keys are `"chief"`, `"worker"` and `"ps"`.
 
     Raises:
-        ConfigError: With every fault of the jobs and addresses.
+        ConfigError: The jobs or addresses are invalid; the error lists every problem.
 
     Examples:
         >>> import tfdist
@@ -78,7 +78,7 @@ class ClusterSpec:
         return [task for task in self.tasks() if task.type != "ps"]
 
     def parameter_server_faults(self) -> Iterator[str]:
-        """Yields the jobs and tasks that training with parameter servers needs and the cluster lacks."""
+        """Yields an error that lists the jobs that training with parameter servers needs and the cluster lacks."""
         return parameter_server_faults(self.jobs)
 
     def address(self, task: TaskSpec) -> str:
@@ -97,7 +97,7 @@ class ClusterSpec:
 
 
 class ClusterTask(NamedTuple):
-    """A cluster, and which of its tasks a process is."""
+    """A cluster, and the task of it that a process runs."""
 
     cluster: ClusterSpec
     task: TaskSpec
@@ -108,13 +108,13 @@ def from_tf_config(text: str) -> ClusterTask:
 
     Args:
         text: JSON such as `{"cluster": {"worker": ["h0:2222", "h1:2222"]}, "task": {"type": "worker", "index": 0}}`.
-            An evaluator job is accepted and left out of the cluster.
+            An evaluator job is accepted, but the cluster does not contain it.
 
     Returns:
         The cluster and this process's task in it.
 
     Raises:
-        ConfigError: With every fault found.
+        ConfigError: The text is invalid; the error lists every problem.
 
     Examples:
         >>> import tfdist.cluster
@@ -132,8 +132,8 @@ def from_tf_config(text: str) -> ClusterTask:
         raise ConfigError(f"TF_CONFIG must be a JSON object with 'cluster' and 'task'. Received: {truncate(text)}")
     if "sparseCluster" in config and "cluster" not in config:
         raise ConfigError(
-            "TF_CONFIG has 'sparseCluster', in which a task is told of itself and the servers alone (kubeflow/trainer#1763), "
-            "while TensorFlow 2 needs the addresses of all: leave enableDynamicWorker out of the TFJob. "
+            "TF_CONFIG has 'sparseCluster', which has only the addresses of the task and the servers (kubeflow/trainer#1763), "
+            "but TensorFlow 2 needs the addresses of all tasks: leave enableDynamicWorker out of the TFJob. "
             f"Received: {truncate(text)}"
         )
     faults: list[str] = []
@@ -169,18 +169,18 @@ def from_tf_config(text: str) -> ClusterTask:
 
 
 def check_member(cluster: Any) -> ClusterTask:
-    """Returns a cluster and a task in it, as a caller of tfdist gives them.
+    """Validates the cluster and the task that a caller of tfdist passes, and returns them.
 
     Args:
         cluster: A pair of a `ClusterSpec` and a `TaskSpec`.
 
     Raises:
-        ConfigError: It is another object, or the cluster has no such task.
+        ConfigError: `cluster` is not such a pair, or the cluster does not have the task.
     """
     kinds = [type(member) for member in cluster] if isinstance(cluster, (tuple, list)) else []
     if kinds != [ClusterSpec, TaskSpec]:
         raise ConfigError(
-            "cluster must be a pair (ClusterSpec, TaskSpec), False for no cluster, or None for that of the environment. "
+            "cluster must be a pair (ClusterSpec, TaskSpec), False for no cluster, or None for the environment's cluster. "
             f"Received: {format_value(cluster)}."
         )
     spec, task = cluster

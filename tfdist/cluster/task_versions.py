@@ -1,6 +1,6 @@
 """The versions and checksums of a task, which tasks compare before they train together. No TensorFlow here.
 
-Tasks whose TensorFlow or Keras differ may train for days before somebody asks why their weights do.
+Tasks with different versions of TensorFlow or Keras may train for days before anybody notices that their weights differ.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ _DISTRIBUTIONS = {
     "keras": ("keras", "keras-nightly"),
 }
 _TITLES = {"tensorflow": "TensorFlow", "keras": "Keras", "numpy": "NumPy", "python": "Python"}
-_MOST = 4096  # bytes of what a task says
+_MOST = 4096  # bytes of a task's line that are read
 
 # A difference in these is a warning; in the others it is an error.
 _MAY_DIFFER = ("python", "numpy", "script")
 
-configuration = ""  # a checksum of it, where there is one
-script = ""  # its path, where it is not the main module's
+configuration = ""  # its checksum; empty if the task has no configuration
+script = ""  # its path; empty means the main module's
 
 
 def distribution(package: str) -> importlib.metadata.Distribution | None:
@@ -72,7 +72,7 @@ def decode(line: bytes) -> dict[str, str]:
 
 
 def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Iterator[tuple[bool, str]]:
-    """Yields how tasks differ from the chief: whether that is an error, and a sentence.
+    """Yields, for each difference from the chief, whether it is an error, and a sentence that describes it.
 
     Args:
         others: The versions and checksums of the other tasks, by task name.

@@ -1,4 +1,4 @@
-"""Validates a cluster's jobs, addresses and tasks: an error message for each problem. No TensorFlow here."""
+"""Validation of a cluster's jobs, addresses and tasks: an error message for each problem. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from tfdist.errors import format_value, truncate, unknown_name_message
 JOBS = ("chief", "worker", "ps")
 TASK_TYPES = (*JOBS, "evaluator")
 MOST_TASKS = 10_000  # more are a mistake
-_LOOPBACK = re.compile(r"localhost|(127|0)(\.[0-9.]+)?", re.IGNORECASE)  # `127.1` is one, too, as systems read it
+_LOOPBACK = re.compile(
+    r"localhost|(127|0)(\.[0-9.]+)?", re.IGNORECASE
+)  # systems read `127.1` as a loopback address, too
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
 
 
@@ -36,18 +38,18 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
             task = f"{truncate(str(job))}:{index}"
             if fault := _address_fault(address):
                 yield f"{task}: {fault}"
-            # Case and leading zeros make no other address.
+            # Addresses that differ only in case or in a port's leading zeros are the same.
             elif (same := re.sub(r":0+(\d+)$", r":\1", address.lower())) in owner:
                 yield f"{task}: address {address!r} is already that of {owner[same]}; every task needs its own."
             else:
                 owner[same] = task
-    # Every host would take it for itself (tensorflow#57372).
+    # Every host would connect to itself there (tensorflow#57372).
     here = [address for address in owner if _is_each_hosts_own(address.rpartition(":")[0].strip("[]"))]
     if here and len(here) < len(owner):
         other = next(address for address in owner if address not in here)
         yield (
-            f"{owner[here[0]]}: address {here[0]!r} is each host's own, but {owner[other]} is at {other!r}; write the name by "
-            "which the others reach it."
+            f"{owner[here[0]]}: address {here[0]!r} is each host's own, but {owner[other]} is at {other!r}; write a name at "
+            "which the other hosts reach it."
         )
     chiefs = jobs.get("chief", ())
     if isinstance(chiefs, (list, tuple)) and len(chiefs) > 1:
@@ -59,7 +61,7 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
 
 
 def parameter_server_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
-    """Yields the jobs and tasks that training with parameter servers needs and a cluster lacks."""
+    """Yields an error that lists the jobs that training with parameter servers needs and a cluster lacks."""
     if missing := [repr(job) for job in JOBS if not jobs.get(job)]:
         yield (
             "a cluster with parameter servers needs a chief, which coordinates, a worker and a ps: add addresses to job "
@@ -80,7 +82,7 @@ def _trains(jobs: Mapping[str, Any]) -> bool:
 
 
 def _is_each_hosts_own(host: str) -> bool:
-    """Returns whether a host is a loopback or unspecified address, which each host has for itself."""
+    """Returns whether a host is a loopback or unspecified address, which leads each host to itself."""
     if _LOOPBACK.fullmatch(host):
         return True
     try:
@@ -94,7 +96,7 @@ def _is_each_hosts_own(host: str) -> bool:
 def _address_fault(address: Any) -> str:
     if not isinstance(address, str):
         return f"an address is a text 'host:port'. Received: {format_value(address)}"
-    excess = [what for what, sign in (("a scheme", "://"), ("a user", "@")) if sign in address]
+    excess = [component for component, sign in (("a scheme", "://"), ("a user", "@")) if sign in address]
     if excess:
         bare = address.split("://", 1)[-1].partition("/")[0].rsplit("@", 1)[-1]
         remedy = "'host:port', such as 'host1:2222'" if _address_fault(bare) else repr(bare)
@@ -119,7 +121,7 @@ def task_faults(kind: str, index: int, jobs: Mapping[str, Any]) -> Iterator[str]
             yield f"task {task}: index {index} is out of range; job {kind!r} has {size} tasks, 0 to {size - 1}."
     elif index < 0:
         yield f"task {task}: index {index} is out of range; expected 0 or more."
-    # An evaluator need not be in the cluster; and a job that is misspelt or broken is the cluster's fault.
+    # An evaluator need not be in the cluster. `cluster_faults` reports misspelled and invalid jobs.
     elif kind != "evaluator" and _jobs_are_valid(jobs) and _trains(jobs):
         filled = ", ".join(job for job, addresses in jobs.items() if addresses)
         yield f"task {task} has no job {kind!r} in the cluster, which has: {filled}."

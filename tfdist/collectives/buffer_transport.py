@@ -1,4 +1,4 @@
-"""Sums and moves NumPy arrays among processes, in place of TensorFlow's collectives. No TensorFlow here."""
+"""Transports that sum and move NumPy arrays among processes, instead of TensorFlow's collectives. Does not import TensorFlow."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import numpy as np
 from tfdist.collectives.tree import fold
 
 _ALIGNMENT = 64  # bytes
-_CACHED = 2**15  # numbers
+_CACHED = 2**15  # elements of temporary sums, so that they stay in a core's cache
 _HALVES = ("float16", "bfloat16")
-# Up to this size every rank adds up the whole array: the ranks wait for each other once instead of twice.
+# Up to this size every rank sums the entire array, so that the ranks wait for each other once instead of twice.
 SMALL_BYTES = 2**15
 
 
 class BufferTransport(abc.ABC):
-    """Sums NumPy arrays among the ranks.
+    """A connection of all ranks that sums and moves NumPy arrays.
 
     All ranks call the same methods in the same order, one call at a time.
 
     Attributes:
-        rank: This process's number.
+        rank: This process's rank.
         size: The number of ranks.
     """
 
@@ -35,21 +35,21 @@ class BufferTransport(abc.ABC):
         """Returns the sum of an array over all ranks, with equal bits on all ranks.
 
         Args:
-            array: Of any shape and any type of numbers, bfloat16 and float16 among them.
+            array: Has any shape and any numeric dtype, including bfloat16 and float16.
             largest: Whether to compute the maximum instead.
         """
 
     @abc.abstractmethod
     def all_gather(self, array: np.ndarray) -> np.ndarray:
-        """Returns the arrays of all ranks, `[size, *shape]`; they have the same shape on all ranks."""
+        """Returns the arrays of all ranks, stacked to `[size, *shape]`. All ranks pass the same shape."""
 
     @abc.abstractmethod
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
-        """Sends row i of an array `[size, ...]` to rank i. Returns the rows that are for this rank, in the order of their ranks."""
+        """Sends row i of an array `[size, ...]` to rank i. Returns the rows that this rank receives, ordered by sender."""
 
     @abc.abstractmethod
     def close(self) -> None:
-        """Ends the transport. All ranks call it, or end without."""
+        """Closes the transport. All ranks must call it; if a rank exits without it, the others may wait."""
 
 
 class NoTransportError(RuntimeError):
@@ -58,14 +58,14 @@ class NoTransportError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Store:
-    """Texts by which ranks find each other before they have a transport.
+    """A key-value store through which ranks exchange texts before they have a transport.
 
     Attributes:
-        rank: This process's number.
+        rank: This process's rank.
         size: The number of ranks.
-        write: Makes a text known to all ranks: `write(key, text)`.
-        read: Returns the text of a key, or raises if there is none in time: `read(key, seconds)`.
-        name: Begins the keys: unique to each connection.
+        write: Publishes a text to all ranks: `write(key, text)`.
+        read: Returns the text of a key: `read(key, seconds)`. Raises if the key is not published in time.
+        name: Prefix of the keys, unique to each connection.
         seconds: The limit of each wait.
     """
 
@@ -77,34 +77,34 @@ class Store:
     seconds: float = 60.0
 
     def put(self, key: str, text: str) -> None:
-        """Makes a text known to all ranks."""
+        """Publishes a text to all ranks."""
         self.write(f"{self.name}/{key}", text)
 
     def get(self, key: str, seconds: float | None = None) -> str:
-        """Returns the text of a key, or raises if there is none within some seconds."""
+        """Returns the text of a key; raises if it is not published within `seconds`."""
         return self.read(f"{self.name}/{key}", self.seconds if seconds is None else seconds)
 
     def part(self, name: str, ranks: Sequence[int] | None = None) -> Store:
-        """Returns a store with keys of its own, for some of the ranks, this one among them; for all of them by default."""
+        """Returns a store with a longer key prefix, for `ranks` (which include this rank) or by default for all ranks."""
         part = dataclasses.replace(self, name=f"{self.name}/{name}")
         return part if ranks is None else dataclasses.replace(part, rank=ranks.index(self.rank), size=len(ranks))
 
 
 class ExchangedTransport(BufferTransport):
-    """A transport whose library sends and receives bytes: every method is made of `_exchange`.
+    """A transport whose library sends and receives bytes: every method calls `_exchange`.
 
-    A sum cuts the array into a part for each rank. Each rank gets its part from all others, adds the parts up in the
-    order of `tree`, and sends the sum to all. So every byte crosses the network twice, whatever the number of ranks,
-    and all ranks have the same bits.
+    A sum splits the array into one part per rank. Each rank receives its part from all others, adds the parts in the
+    order of `tree`, and sends the sum to all. So every byte crosses the network twice, whatever the number of ranks, and
+    all ranks have the same bits.
     """
 
     @abc.abstractmethod
     def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
-        """Sends an array to each other rank, and receives one from each, all at once.
+        """Sends one array to every other rank and receives one from every other rank, concurrently.
 
         Args:
-            sent: An array for each rank, contiguous and of bytes, `[bytes]`; this rank's own is not used.
-            received: Where to write those of the others, likewise.
+            sent: A contiguous uint8 vector for each rank; this rank's own is not used.
+            received: A contiguous uint8 vector for each rank, to be overwritten; this rank's own is not used.
         """
 
     def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
@@ -138,17 +138,17 @@ class ExchangedTransport(BufferTransport):
 
 
 def reduce_in_order(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
-    """Computes the sum (or maximum) of some arrays in the order of `tree`, the same to the bit wherever it is computed.
+    """Computes the sum (or maximum) of arrays in the order of `tree`, so that every rank computes the same bits.
 
     float16 and bfloat16 are added as float32, and each sum is rounded, as TensorFlow does.
 
     Args:
-        values: Arrays of one shape, `[numbers]`.
-        out: For the result; none of them.
+        values: Vectors of the same length.
+        out: Receives the result; must not be one of `values`.
         largest: Whether to compute the maximum.
     """
     join = np.maximum if largest else np.add
-    with np.errstate(all="ignore"):  # sums may be infinite or no number, as TensorFlow's; callers look for it
+    with np.errstate(all="ignore"):  # sums may be infinite or NaN, as TensorFlow's may be; callers check them
         if len(values) == 2 and out.dtype.name not in _HALVES:
             join(values[0], values[1], out=out)
             return
@@ -166,7 +166,7 @@ def _joined(join: np.ufunc) -> Callable[[np.ndarray, np.ndarray], np.ndarray]:
 
 
 def aligned_empty(size: int, dtype: np.dtype) -> np.ndarray:
-    """Returns a new array of a dimension at an address from where TensorFlow takes it without a copy."""
+    """Returns a new vector at an aligned address, so that TensorFlow uses it without a copy."""
     memory = np.empty(size * dtype.itemsize + _ALIGNMENT, np.uint8)
     start = -memory.ctypes.data % _ALIGNMENT
     return memory[start : start + size * dtype.itemsize].view(dtype)

@@ -1,4 +1,4 @@
-"""Exchanges between processes by a `BufferTransport`, which TensorFlow's graph calls with its tensors' memory."""
+"""A communicator that runs exchanges through a `BufferTransport`, called from TensorFlow's graph with the tensors' memory."""
 
 from __future__ import annotations
 
@@ -16,15 +16,15 @@ from tfdist.collectives.communicator import CrossProcessCommunicator, Result
 from tfdist.collectives.requests import Cond
 from tfdist.compat import tf_cluster
 
-_LAST = "tfdist_last_exchange"  # a collection of a graph: the exchange for which the next one waits
-_GATE = (3,)  # a shape that no other collective has, so that TensorFlow tells where ranks do different things
+_LAST = "tfdist_last_exchange"  # the graph collection with the last exchange, for which the next one waits
+_GATE = (3,)  # a shape that no other collective has, so that TensorFlow raises if ranks run different collectives
 
 
 class BufferedCommunicator(CrossProcessCommunicator):
     """Ranks in several processes, which exchange NumPy arrays.
 
-    The arrays travel in the order in which their exchanges were traced. That is the order of the buckets: backward yields them so, and
-    it is the same on all processes.
+    Arrays are sent in the order in which their exchanges were traced. That is the order in which backward completes the
+    buckets, and it is equal on all processes.
 
     Args:
         ranks: The ranks in this process.
@@ -48,7 +48,7 @@ class BufferedCommunicator(CrossProcessCommunicator):
     def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
         if lane:
             return super().run(exchanges, lane)
-        with tf.control_dependencies([self._gate()]):  # what follows waits for what is in here
+        with tf.control_dependencies([self._gate()]):  # all operations of the exchanges wait for the gate
             return super().run(exchanges, lane)
 
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
@@ -117,15 +117,15 @@ class BufferedCommunicator(CrossProcessCommunicator):
         return gathered(values), gathered(indices)
 
     def _gate(self) -> tf.Tensor:
-        """Returns a tensor that is there once all ranks are at the same place of the same step.
+        """Returns a tensor that becomes available once all ranks have reached the same point of the same step.
 
-        A small collective of TensorFlow's, that of a step begins with it: it tells where another rank does something else, has no data
-        left or has ended. It waits for nothing of this step, and passes during the forward pass.
+        The exchanges of a step start with this small TensorFlow collective, which detects a rank that runs a different collective,
+        has no more data or has exited. It depends on no tensor of the step, so that it completes during the forward pass.
         """
         return self._launch(tf_cluster.all_reduce, tf.zeros(_GATE), merge_op="Add")
 
     def _call(self, kind: str, function: Function, arguments: Any, types: list[tf.DType]) -> list[tf.Tensor]:
-        """Returns the result of a function of arrays, which runs in its turn."""
+        """Returns the results of a function of arrays, which runs after the exchange that was traced before it."""
         inputs = arguments if isinstance(arguments, list) else [arguments]
 
         def checked(*arrays: np.ndarray) -> Any:
@@ -138,25 +138,27 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
         return _in_turn(call)
 
-    def _answer(self, asked: list[Any]) -> list[Any]:
-        if not isinstance(first := asked[0], Cond):
-            return super()._answer(asked)
+    def _answer(self, requests: list[Any]) -> list[Any]:
+        if not isinstance(first := requests[0], Cond):
+            return super()._answer(requests)
 
         def ended(branches: Sequence[Callable[[], Any]]) -> Any:
-            results = self.run([branch() for branch in branches], self._lane or 1)  # there is no gate in a condition
+            results = self.run(
+                [branch() for branch in branches], self._lane or 1
+            )  # a nonzero lane: no gate within a condition
             with tf.control_dependencies(_before()):
                 return tf.nest.map_structure(tf.identity, results)
 
         return _in_turn(
             lambda: tf.cond(
                 first.condition,
-                lambda: ended([request.if_true for request in asked]),
-                lambda: ended([request.if_false for request in asked]),
+                lambda: ended([request.if_true for request in requests]),
+                lambda: ended([request.if_false for request in requests]),
             )
         )
 
     def _checked(self, kind: str, function: Function, arrays: Sequence[np.ndarray]) -> Any:
-        """Calls a function of arrays once it is sure that the other ranks do the same: a library may wait without limit, or mix numbers."""
+        """Calls a function of arrays if all ranks make the same call; otherwise raises, as a library might wait forever."""
         shapes = [array.shape[1:] if kind == "rows" else array.shape for array in arrays]
         text = f"{kind} of {[array.dtype.name for array in arrays]} {shapes}"
         number = zlib.crc32(text.encode())
@@ -167,19 +169,19 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
 
 def _in_turn(make: Callable[[], Any]) -> Any:
-    """Returns the operation that is made; it waits for the one made before it in the same graph.
+    """Returns the result of `make`, whose operations wait for the exchange made before in the same graph.
 
-    TensorFlow's own order is that of operations that have effects, but not of conditions that read variables.
+    TensorFlow itself orders operations with side effects, but not conditions that read variables.
     """
     if tf.executing_eagerly():
         return make()
     with tf.control_dependencies(_before()):
-        made = make()
+        result = make()
     graph = tf.compat.v1.get_default_graph()
-    graph.get_collection_ref(_LAST)[:] = [tf.nest.flatten(made)[0]]
-    return made
+    graph.get_collection_ref(_LAST)[:] = [tf.nest.flatten(result)[0]]
+    return result
 
 
 def _before() -> list[tf.Tensor]:
-    graph = tf.compat.v1.get_default_graph()  # which begins with its outer graph's collections
+    graph = tf.compat.v1.get_default_graph()  # a new graph starts with a copy of its outer graph's collections
     return [] if tf.executing_eagerly() else [op for op in graph.get_collection(_LAST) if op.graph is graph]

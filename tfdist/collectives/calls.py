@@ -1,4 +1,4 @@
-"""Calls of a transport that end when a worker is lost, though the transport itself would wait without limit."""
+"""Calls of a transport that can be aborted when a worker is lost; the transport itself would wait without limit."""
 
 from __future__ import annotations
 
@@ -17,9 +17,9 @@ Result = TypeVar("Result")
 
 
 class Calls:
-    """Makes calls in a thread of its own, one at a time, so that who waits for one can be told to go on without it.
+    """A thread that makes one call at a time, so that `abort` can end the caller's wait.
 
-    A thread that hangs in a library keeps its arguments alive, but does not keep the process from ending.
+    If the thread hangs in a library, it keeps its arguments alive, but it does not prevent the process from exiting.
 
     Args:
         timeout_seconds: How long a call may take; 0 means without limit.
@@ -36,18 +36,18 @@ class Calls:
 
     @property
     def ended(self) -> bool:
-        """Returns whether a call has failed or been given up, so that the transport is in no known state; or it was ended."""
+        """Returns whether a call failed or `abort` was called. The state of the transport is then unknown."""
         return bool(self._aborted)
 
     def __call__(self, function: Callable[[], Result], timeout_seconds: float = 0.0) -> Result:
-        """Returns the result of the function.
+        """Calls a function in the thread and returns its result.
 
         Args:
             function: The function to call.
-            timeout_seconds: Instead of that of all calls.
+            timeout_seconds: Limit of this call; 0 means the limit of all calls.
 
         Raises:
-            ClusterError: It was given up, or took too long.
+            ClusterError: The call was aborted or took too long.
         """
         with self._turn:
             future: concurrent.futures.Future[Result] = concurrent.futures.Future()
@@ -68,7 +68,7 @@ class Calls:
                 raise
 
     def abort(self, sentence: str) -> None:
-        """Makes the call that is on its way, and all further ones, fail."""
+        """Makes the current call and all later calls raise ClusterError."""
         with self._lock:
             self._aborted = self._aborted or sentence or "a call has failed"
             with contextlib.suppress(concurrent.futures.InvalidStateError):
@@ -78,19 +78,19 @@ class Calls:
 def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]]) -> None:
     while True:
         function, future = jobs.get()
-        with contextlib.suppress(concurrent.futures.InvalidStateError):  # given up meanwhile
+        with contextlib.suppress(concurrent.futures.InvalidStateError):  # aborted in the meantime
             try:
                 future.set_result(function())
             except Exception as e:
                 future.set_exception(e)
-        del function, future  # which hold a tensor
+        del function, future  # they would hold a tensor until the next job
 
 
 _alive: weakref.WeakSet[Calls] = weakref.WeakSet()
 
 
 def have_failed() -> bool:
-    """Returns whether a call of any transport of this process has failed, been given up or been ended."""
+    """Returns whether a call of any transport of this process failed or was aborted."""
     return any(calls.ended for calls in list(_alive))
 
 
@@ -98,8 +98,8 @@ def abort_collectives(code: int, message: str) -> None:
     """Makes all collectives of this process fail: TensorFlow's, and those of other transports.
 
     Args:
-        code: TensorFlow's code of the error.
-        message: Why.
+        code: TensorFlow's error code.
+        message: The error message.
     """
     tf_cluster.abort_collectives(code, message)
     for calls in list(_alive):

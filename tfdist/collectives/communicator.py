@@ -16,10 +16,11 @@ from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 
 Result = TypeVar("Result")
-_PIECES = 8  # maximum per rank's part of a sum, 4 MB or less each: one piece is added while the next one is received
-_SMALL_BYTES = 2**15  # up to here each process adds up the whole tensor: one collective instead of two
-_LANES = 16  # maximum; a running collective occupies a thread
-_KEYS, _RESERVED_KEYS = 2**20, 1000  # more keys than a step has collectives; more steps than an execution has
+_PIECES = 8  # maximum per rank's part of a sum, 4 MB or less each: a rank adds one piece while it receives the next
+_SMALL_BYTES = 2**15  # up to this size each process sums the entire tensor: one collective instead of two
+_LANES = 16  # maximum number of lanes, because each running collective occupies a thread
+# _KEYS exceeds the number of collectives in a step, _RESERVED_KEYS the number of steps in an execution.
+_KEYS, _RESERVED_KEYS = 2**20, 1000
 
 
 class Communicator:
@@ -55,35 +56,35 @@ class Communicator:
             exchanges: One for each rank.
             lane: Exchanges on different lanes (modulo 16) run concurrently.
         """
-        before, self._lane = self._lane, lane
+        outer_lane, self._lane = self._lane, lane
         answers: list[Any] = [None] * len(exchanges)
         while True:
-            asked, results = [], []
+            requests, results = [], []
             for exchange, answer in zip(exchanges, answers, strict=True):
                 try:
-                    asked.append(exchange.send(answer))
+                    requests.append(exchange.send(answer))
                 except StopIteration as e:
                     results.append(e.value)
             if results:
-                self._lane = before
+                self._lane = outer_lane
                 return results
-            answers = self._answer(asked)
+            answers = self._answer(requests)
 
-    def _answer(self, asked: list[Any]) -> list[Any]:
-        first = asked[0]
+    def _answer(self, requests: list[Any]) -> list[Any]:
+        first = requests[0]
         if isinstance(first, Cond):
             return tf.cond(
                 first.condition,
-                lambda: self.run([request.if_true() for request in asked], self._lane),
-                lambda: self.run([request.if_false() for request in asked], self._lane),
+                lambda: self.run([request.if_true() for request in requests], self._lane),
+                lambda: self.run([request.if_false() for request in requests], self._lane),
             )
         if isinstance(first, AllReduce):
-            return self.all_reduce([request.tensors for request in asked], first.largest)
+            return self.all_reduce([request.tensors for request in requests], first.largest)
         move = self._all_gather if isinstance(first, AllGather) else self._all_to_all
-        return move([request.tensor for request in asked])
+        return move([request.tensor for request in requests])
 
     def cond(self, condition: tf.Tensor, if_true: Callable[[], None], if_false: Callable[[], None]) -> None:
-        """Calls one of two functions, which may run collectives. In the graph of a step.
+        """Calls one of two functions, which may run collectives, in the graph of a step.
 
         Args:
             condition: A scalar, the same on all ranks.
@@ -184,7 +185,7 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
     """Returns the communicator of a strategy's replicas; creates it at the first call.
 
     Raises:
-        ConfigError: As `check_compresses`.
+        ConfigError: The strategy does not support compression (`check_compresses`).
     """
     check_compresses(strategy)
     if getattr(strategy, "communicator", None) is None:  # strategies of TensorFlow have no such attribute
@@ -198,10 +199,10 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
 
 
 def check_compresses(strategy: tf.distribute.Strategy) -> None:
-    """Checks that a strategy's gradients can be compressed, which needs a communicator.
+    """Checks that a strategy supports compression, and so has a communicator.
 
     Raises:
-        ConfigError: They cannot.
+        ConfigError: It does not.
     """
     if not traits_of(strategy).compresses:
         raise ConfigError(
@@ -318,10 +319,10 @@ class DeviceCommunicator(Communicator):
             for rank, launcher in zip(ranks, tf_cluster.launchers(strategy), strict=True)
         ]
 
-    def _answer(self, asked: list[Any]) -> list[Any]:
-        if isinstance(asked[0], Cond):
-            return super()._answer(asked)
-        return [each._answer([request])[0] for each, request in zip(self._each, asked, strict=True)]
+    def _answer(self, requests: list[Any]) -> list[Any]:
+        if isinstance(requests[0], Cond):
+            return super()._answer(requests)
+        return [each._answer([request])[0] for each, request in zip(self._each, requests, strict=True)]
 
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
         return [each.gather([tensor], step)[0] for each, tensor in zip(self._each, tensors, strict=True)]
@@ -349,10 +350,10 @@ class ByteCounter(InProcessCommunicator):
         self.ranks = [0]
         self.sent = 0.0
 
-    def _answer(self, asked: list[Any]) -> list[Any]:
-        if isinstance(asked[0], Cond):  # the branch of most steps: the other one is a warm-up
-            return self.run([asked[0].if_false()], self._lane)
-        return super()._answer(asked)
+    def _answer(self, requests: list[Any]) -> list[Any]:
+        if isinstance(requests[0], Cond):  # the branch of most steps: the other one is a warm-up
+            return self.run([requests[0].if_false()], self._lane)
+        return super()._answer(requests)
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
         self.sent += 2 * (self.size - 1) / self.size * _byte_count(tensor)
@@ -398,8 +399,8 @@ def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
 def _key_of(step: tf.Tensor) -> tf.Tensor:
     """Returns the suffix of the key of a collective whose shape may differ between the steps of an execution.
 
-    Within one execution TensorFlow treats collectives with equal keys as the same collective and expects the same shape. So its own gather
-    of rows fails if two steps of an execution have different numbers of rows.
+    Within one execution TensorFlow treats collectives with equal keys as the same collective and expects the same shape. So TensorFlow's
+    gather of rows fails if two steps of an execution have different numbers of rows.
     """
     return (tf.cast(step % _RESERVED_KEYS, tf.int32) + 1) * _KEYS
 

@@ -1,4 +1,4 @@
-"""Exchanges by gloo, the library by which PyTorch's processes exchange gradients on CPUs: through TCP, and with no process manager."""
+"""A transport over gloo, PyTorch's library for collectives on CPUs. It uses TCP and needs no process manager."""
 
 from __future__ import annotations
 
@@ -17,22 +17,22 @@ from tfdist.compat import gloo_group
 from tfdist.errors import describe_error
 
 _INSTALL = "pip install 'tfdist[gloo]'"
-_INTERFACE = "GLOO_SOCKET_IFNAME"  # PyTorch's variable, by which a user names the network
-_NO_LIMIT = datetime.timedelta(days=365)  # who calls has its own
+_INTERFACE = "GLOO_SOCKET_IFNAME"  # PyTorch's environment variable that names the network interface
+_NO_LIMIT = datetime.timedelta(days=365)  # the caller limits the wait
 
 
 def why_not(rank: int, addresses: Sequence[str]) -> str:
-    """Returns why gloo cannot be used by this process, with the remedy, or an empty text.
+    """Returns why this process cannot use gloo, with the remedy; or an empty text.
 
     Args:
-        rank: This process's number.
+        rank: This process's rank.
         addresses: `host:port` of each rank.
     """
     if importlib.util.find_spec("torch") is None:
         return f"PyTorch, which has gloo, is not installed: {_INSTALL}"
     try:
         library = importlib.import_module("torch.distributed")
-    except Exception as e:  # a library of its own is missing, or has another version
+    except Exception as e:  # a library that PyTorch needs is missing, or has another version
         return f"PyTorch, which has gloo, cannot be imported: {describe_error(e)}"
     if not (library.is_available() and library.is_gloo_available()):
         return f"this PyTorch has no gloo: {_INSTALL}"
@@ -44,12 +44,12 @@ def why_not(rank: int, addresses: Sequence[str]) -> str:
 
 
 def connect(store: Store, addresses: Sequence[str], members: Sequence[int]) -> GlooTransport | None:
-    """Connects some of the ranks; returns None on the others. A collective.
+    """Connects `members`; returns None on the other ranks. A collective of all ranks.
 
     Args:
-        store: That of all ranks.
-        addresses: `host:port` of each rank: gloo uses the network on which they reach each other, and ports that are free.
-        members: The numbers of those to connect, in their order in the transport.
+        store: The store of all ranks.
+        addresses: `host:port` of each rank. gloo uses the network of these addresses, and free ports.
+        members: The ranks to connect, in their order in the transport.
 
     Raises:
         NoTransportError: The ranks cannot reach each other; the message says why.
@@ -62,7 +62,7 @@ def connect(store: Store, addresses: Sequence[str], members: Sequence[int]) -> G
     try:
         device = _device(library, rank, addresses)
         group = gloo_group.create_group(library, torch_store, rank, len(addresses), device, store.seconds)
-    except Exception as e:  # PyTorch's, the system's, or what a store raises
+    except Exception as e:  # an error of PyTorch, the system or the store
         raise NoTransportError(f"gloo{_named()} could not connect the workers: {describe_error(e)}") from e
     return GlooTransport(group, torch_store)
 
@@ -79,14 +79,14 @@ def _named() -> str:
 def _own_address(rank: int, addresses: Sequence[str]) -> str:
     """Returns this host's address on the network where it reaches the other ranks."""
     host, port = addresses[0 if rank else -1].rsplit(":", 1)
-    family, kind, _, _, there = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
+    family, kind, _, _, peer_address = socket.getaddrinfo(host.strip("[]"), int(port), type=socket.SOCK_DGRAM)[0]
     with socket.socket(family, kind) as probe:
-        probe.connect(there)  # sends nothing
+        probe.connect(peer_address)  # sends nothing
         return str(probe.getsockname()[0])
 
 
 def _torch_store(library: Any, store: Store) -> Any:
-    """Returns where gloo's ranks tell each other their addresses: a port of its own, as PyTorch's, would be one more to open."""
+    """Returns `store` as a PyTorch store, for gloo's addresses. PyTorch's own TCP store would need one more open port."""
 
     class TorchStore(library.Store):
         def set(self, key: str, value: bytes) -> None:
@@ -106,11 +106,11 @@ def _torch_store(library: Any, store: Store) -> Any:
 
 
 class GlooTransport(ExchangedTransport):
-    """Sums arrays by gloo.
+    """A transport over gloo.
 
     Args:
         group: PyTorch's group of all ranks.
-        store: That of the group, which must live as long.
+        store: The group's store, which must live as long as the group.
     """
 
     def __init__(self, group: Any, store: Any):
@@ -127,5 +127,5 @@ class GlooTransport(ExchangedTransport):
             work.wait(_NO_LIMIT)
 
     def close(self) -> None:
-        self._group.barrier().wait()  # others may still read what this rank has sent
+        self._group.barrier().wait()  # other ranks may still be reading what this rank has sent
         del self._group, self._store

@@ -1,7 +1,7 @@
 """The hardware that decides how a process's sums are rounded: its threads, and the kind of its processor or GPUs.
 
-TensorFlow sums a large tensor in as many parts as it has threads, and cuts the long axis of a matrix product likewise. So the norm
-of one gradient differs in its last bit between processes that have not the same.
+TensorFlow splits the sum of a large tensor, and the long axis of a matrix product, into one part per thread. So the norm of the
+same gradient differs in its last bit between processes with different hardware.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 
 
 def intra_op_threads() -> int:
-    """Returns by how many threads TensorFlow computes one operation on this process's CPU."""
+    """Returns the number of threads that compute one TensorFlow operation on this process's CPU."""
     configured = tf.config.threading.get_intra_op_parallelism_threads()
     named = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
@@ -28,7 +28,7 @@ def intra_op_threads() -> int:
 
 
 def processor_name(devices: tuple[str, ...]) -> str:
-    """Returns a name of the processors that compute a replica; of GPUs their own.
+    """Returns the names of the GPUs that compute the replicas, else the CPU's threads and name.
 
     Args:
         devices: TensorFlow's names of the devices of this process's replicas.
@@ -42,11 +42,11 @@ def processor_name(devices: tuple[str, ...]) -> str:
 
 
 def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, workers: int) -> tuple[int, ...]:
-    """Returns each worker's number of threads if their processors differ, else nothing. A collective.
+    """Returns each worker's number of threads if the workers' processors differ, else `()`. A collective.
 
     Args:
         strategy: The strategy.
-        workers: Their number.
+        workers: The number of workers.
     """
     processor = processor_name(strategy.extended.worker_devices)
     replicas = strategy.num_replicas_in_sync // workers
@@ -64,7 +64,7 @@ def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, worke
 
 
 def describe_difference(strategy: tf.distribute.Strategy) -> str:
-    """Returns a phrase on how the workers' processors differ; empty if they do not, or there are no workers."""
+    """Returns a phrase on how the workers' processors differ; empty if they do not, or without workers."""
     ours = as_ours(strategy)
     counts = ours.unlike_processors if ours else ()
     if len(set(counts)) > 1:

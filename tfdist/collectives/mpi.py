@@ -1,4 +1,4 @@
-"""Exchanges by an MPI library, among processes that `mpirun` or `srun` has started."""
+"""A transport over MPI, among processes that `mpirun` or `srun` has started."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ import numpy as np
 
 from tfdist.collectives.buffer_transport import BufferTransport, ExchangedTransport, NoTransportError
 
-_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # how many processes were started together
-_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # by which a process can join the others
-_LEAST_PAUSE, _MOST_PAUSE = 2e-5, 5e-4  # seconds between two looks whether an exchange is done
-_open = 0  # transports of this process
+_SIZES = ("OMPI_COMM_WORLD_SIZE", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")  # number of processes that were started together
+_MARKS = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_RANK")  # set in processes that can join the others
+_LEAST_PAUSE, _MOST_PAUSE = 2e-5, 5e-4  # seconds between two checks of an exchange
+_open = 0  # number of this process's open transports
 
 
 def is_started_by_mpi() -> bool:
@@ -25,7 +25,7 @@ def is_started_by_mpi() -> bool:
 
 
 def why_not(size: int) -> str:
-    """Returns why MPI cannot be used by this process, with the remedy, or an empty text. Starts nothing.
+    """Returns why this process cannot use MPI, with the remedy; or an empty text. Does not initialize MPI.
 
     Args:
         size: The number of workers.
@@ -45,15 +45,15 @@ def why_not(size: int) -> str:
 
 
 def connect(rank: int, size: int, members: Sequence[int]) -> BufferTransport:
-    """Connects some of the workers, and the rest of them for itself. A collective: all that mpirun has started must call it.
+    """Connects `members` with each other, and the other workers with each other. A collective of all processes that mpirun has started.
 
     Args:
-        rank: This worker's number, of which MPI may have another order.
+        rank: This worker's rank; its MPI rank may differ.
         size: The number of workers.
-        members: The numbers of those to connect, in rising order: this is their order in the transport.
+        members: The ranks to connect, in rising order, which is their order in the transport.
 
     Raises:
-        NoTransportError: MPI has connected others than the workers.
+        NoTransportError: MPI has connected other processes than the workers, or serves only one thread.
     """
     library = _library()
     started = not library.Is_initialized()
@@ -69,19 +69,19 @@ def connect(rank: int, size: int, members: Sequence[int]) -> BufferTransport:
 
 
 def _library() -> Any:
-    """Returns mpi4py's module, whose import alone starts nothing here."""
+    """Returns mpi4py's module, imported without initializing MPI."""
     settings = importlib.import_module("mpi4py").rc
-    settings.initialize = settings.finalize = False  # who imports it otherwise first has MPI started
+    settings.initialize = settings.finalize = False  # by default the import initializes MPI
     return importlib.import_module("mpi4py.MPI")
 
 
 class MpiTransport(ExchangedTransport):
-    """Sums arrays by MPI.
+    """A transport over MPI.
 
     Args:
         library: mpi4py's module.
-        communicator: Of the workers, in their order.
-        started: Whether MPI was started here, and ends here.
+        communicator: MPI's communicator of the workers, in rank order.
+        started: Whether this process's `connect` initialized MPI, so that `close` finalizes it.
     """
 
     def __init__(self, library: Any, communicator: Any, started: bool):
@@ -97,7 +97,7 @@ class MpiTransport(ExchangedTransport):
             requests.append(self._communicator.Irecv([received[source], self._mpi.BYTE], source))
             requests.append(self._communicator.Isend([sent[target], self._mpi.BYTE], target))
         pause = _LEAST_PAUSE
-        # MPI's own waiting spins: it takes the core that backward needs.
+        # MPI's own wait spins: it would occupy the core that backward needs.
         while not self._mpi.Request.Testall(requests):
             time.sleep(pause)
             pause = min(1.5 * pause, _MOST_PAUSE)

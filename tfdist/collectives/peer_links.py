@@ -1,7 +1,7 @@
-"""Sockets between the ranks of one host: each rank tells the others how far it is, and learns at once that one has died.
+"""Sockets between the ranks of one host, which report each rank's progress and, at once, its death.
 
-No TensorFlow here. The kernel closes the sockets of a process that dies, so no rank waits for a process that is gone. Waiting is
-a system call: it uses no processor time, and other threads of Python run meanwhile.
+Does not import TensorFlow. The kernel closes the sockets of a process that dies, so no rank waits for a dead process. Waiting is
+a system call: it uses no processor time, and other Python threads run meanwhile.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ import time
 import weakref
 from collections.abc import Mapping
 
-_MESSAGE = struct.Struct("<II")  # the number of the point, and what is being called; or one of these two:
-_CLOSED = 0xFFFFFFFF  # the sender ends in order
-_LOST = 0xFFFFFFFE  # the sender gives up; with the rank that is the cause
+_MESSAGE = struct.Struct("<II")  # the point's number and the call's signature; or one of these two kinds and a rank:
+_CLOSED = 0xFFFFFFFF  # the sender closes without an error
+_LOST = 0xFFFFFFFE  # the sender gives up because of this rank
 _POINTS = 0x80000000
 _ALL: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
 
@@ -26,9 +26,9 @@ class PeerLinks:
     """A socket to each other rank.
 
     Args:
-        rank: This process's number.
+        rank: This process's rank.
         sockets: A connected socket of type SOCK_SEQPACKET for each other rank.
-        timeout_seconds: Limit of each wait; 0: none.
+        timeout_seconds: Limit of each wait; 0 means no limit.
     """
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_seconds: float = 0):
@@ -39,17 +39,17 @@ class PeerLinks:
         self._expected: collections.deque[bytes] = collections.deque()
         self._posted = 0
         self._closed_peers: set[int] = set()
-        self._error = ""  # why there can be no further call
+        self._error = ""  # why no further call is possible
         self._peers = {connection.fileno(): peer for peer, connection in sockets.items()}
         self._poll = select.poll()
         for number in self._peers:
             self._poll.register(number, select.POLLIN)
-        # At the end of the interpreter, too: a rank that ends in order is not lost.
-        self._finalizer = weakref.finalize(self, _say, list(self._sockets.values()), _CLOSED, rank)
+        # Runs when the interpreter exits, too: a rank that exits normally must not look lost.
+        self._finalizer = weakref.finalize(self, _notify, list(self._sockets.values()), _CLOSED, rank)
         _ALL.add(self)
 
     def post(self, signature: int) -> None:
-        """Tells the other ranks that this one has reached its next point.
+        """Notifies the other ranks that this rank has reached its next point.
 
         Args:
             signature: A checksum of the call, 32 bits that are equal on all ranks.
@@ -61,12 +61,12 @@ class PeerLinks:
             _send(connection, message)
 
     def wait(self) -> None:
-        """Waits until all ranks have reached the first of the posted points that was not waited for.
+        """Waits until all ranks have reached the oldest posted point that was not waited for.
 
         Raises:
-            ConnectionError: A rank has died, ended or given up; or `close` was called.
-            TimeoutError: A rank has not come in time.
-            RuntimeError: A rank calls something else.
+            ConnectionError: A rank has died, ended or given up; or `shut` was called.
+            TimeoutError: A rank has not reached the point in time.
+            RuntimeError: A rank made a different call.
         """
         limit = time.monotonic() + self._timeout_seconds if self._timeout_seconds else None
         while missing := [peer for peer, arrived in self._arrived.items() if not arrived]:
@@ -90,21 +90,19 @@ class PeerLinks:
                 raise RuntimeError(error)
 
     def check(self) -> None:
-        """Raises ConnectionError if there can be no further call."""
+        """Raises ConnectionError if no further call is possible."""
         if self._error:
             raise ConnectionError(self._error)
 
     def _receive(self, peer: int) -> None:
         try:
             message = self._sockets[peer].recv(_MESSAGE.size, socket.MSG_DONTWAIT)
-        except (
-            BlockingIOError,
-            ConnectionResetError,
-        ):  # reset: the peer had not read all; its last messages come after it
+        # Reset: the peer has closed without reading everything; its last messages can still be received.
+        except (BlockingIOError, ConnectionResetError):
             return
         except OSError:
             message = b""
-        self.check()  # what `close` does looks like the end of all peers
+        self.check()  # after `shut`, all peers look closed
         kind, value = _MESSAGE.unpack(message) if len(message) == _MESSAGE.size else (_LOST, peer)
         if not message and peer in self._closed_peers:
             self._poll.unregister(self._sockets[peer])
@@ -115,7 +113,7 @@ class PeerLinks:
                 value,
                 f"rank {value} has died" if not message else
                 f"rank {value} has given up after an error" if value == peer else
-                f"rank {value} is lost, as rank {peer} has found",
+                f"rank {value} is lost, as rank {peer} reports",
             )  # fmt: skip
         else:
             self._arrived[peer].append(message)
@@ -128,15 +126,15 @@ class PeerLinks:
         """Ends the links after an error, as the ranks are no longer at the same point.
 
         Args:
-            cause: The rank at fault, which the others are told.
-            error: The message of later calls.
+            cause: The rank that caused the error, which is sent to the other ranks.
+            error: The error message of later calls.
         """
         if not self._error:
             self._error = error
             self._end(_LOST, cause)
 
     def shut(self) -> None:
-        """Ends the links: a wait of another thread raises."""
+        """Ends the links; a `wait` in another thread raises ConnectionError."""
         if not self._error:
             self._error = "the transport was closed"
             self._end(_CLOSED, self._rank)
@@ -148,15 +146,15 @@ class PeerLinks:
             connection.close()
 
     def _end(self, kind: int, value: int) -> None:
-        _say(list(self._sockets.values()), kind, value)
+        _notify(list(self._sockets.values()), kind, value)
         for connection in self._sockets.values():
             try:
                 connection.shutdown(socket.SHUT_RDWR)
-            except OSError:  # the peer has gone
+            except OSError:  # the peer has exited
                 pass
 
 
-def _say(sockets: list[socket.socket], kind: int, value: int) -> None:
+def _notify(sockets: list[socket.socket], kind: int, value: int) -> None:
     for connection in sockets:
         _send(connection, _MESSAGE.pack(kind, value))
 
@@ -164,12 +162,12 @@ def _say(sockets: list[socket.socket], kind: int, value: int) -> None:
 def _send(to: socket.socket, message: bytes) -> None:
     try:
         to.send(message, socket.MSG_DONTWAIT | socket.MSG_NOSIGNAL)
-    except OSError:  # the peer has gone; what it has sent before is still to be read
+    except OSError:  # the peer has exited; its earlier messages can still be read
         pass
 
 
 def _close_in_child() -> None:
-    # A child that has them would keep a dead rank's sockets open. Only this process's are closed.
+    # A forked child would keep a dead rank's sockets open. This closes only the child's copies.
     for links in list(_ALL):
         links._error = "the transport belongs to the process that has forked this one"
         links.release()

@@ -1,4 +1,4 @@
-"""`Ranks`: a few numbers, texts and decisions among the tasks of a strategy."""
+"""Exchange of a few numbers, texts and decisions among the tasks of a strategy."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-_PIECE = 256  # bytes: a text is padded to a multiple, as TensorFlow traces a function for each length
+_PIECE = 256  # bytes: a text is padded to a multiple, because TensorFlow traces a function for each length
 
 
 class Ranks:
@@ -16,11 +16,11 @@ class Ranks:
 
     Args:
         strategy: The strategy.
-        rank: This task's number.
+        rank: This task's rank.
         names: The names of all tasks, for messages.
 
     Attributes:
-        rank: As given.
+        rank: This task's rank.
         size: The number of tasks.
     """
 
@@ -49,7 +49,7 @@ class Ranks:
         return float(self.gather(float(value))[0, 0])
 
     def any(self, value: bool) -> bool:
-        """Returns whether it is so on any rank."""
+        """Returns whether `value` is true on any rank."""
         return bool(self.gather(float(value)).any())
 
     def gather_texts(self, text: str) -> list[str]:
@@ -63,7 +63,7 @@ class Ranks:
         return [row[:length].tobytes().decode() for row, length in zip(rows, lengths, strict=True)]
 
     def agree(self, reason: str) -> str:
-        """Returns why something is impossible: the first rank's reason that is not empty, and whose it is unless it is all ranks'."""
+        """Returns the first non-empty reason of all ranks, or an empty text. Appends the names of its tasks unless all tasks have it."""
         reasons = self.gather_texts(reason)
         first = next(filter(None, reasons), "")
         tasks = [name for name, other in zip(self._names, reasons, strict=True) if other == first]
@@ -85,5 +85,5 @@ class Ranks:
             return tf.convert_to_tensor(value) if first else tf.zeros_like(value)
 
         values = self._strategy.experimental_distribute_values_from_function(once)
-        # Not called itself: TensorFlow would warn the user of a function that is traced for several shapes.
+        # Calls a concrete function: `self._sum` would warn the user that it is traced for several shapes.
         return self._sum.get_concrete_function(values)(values)

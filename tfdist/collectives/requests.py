@@ -2,7 +2,7 @@
 
 An exchange is a generator: it yields a request, receives the answer through `send`, and returns the sums over all ranks. A
 `Communicator` (`collectives/communicator.py`) executes the requests. So the same exchange runs between processes, between the
-devices of one process, in a test's simulation, and in a count of the bytes that it would send.
+devices of one process, in a simulation, and in a count of its bytes.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""Sums among processes of one host, in memory that they share. No TensorFlow here.
+"""A transport through shared memory among processes of one host. Does not import TensorFlow.
 
-An array travels in pieces. Each rank has a slot of the memory; it writes the part of a piece that others need into its slot. Then each rank adds up its
-part of the piece over all ranks, in their order, and the others read that sum: all ranks have the same bits, whatever their timing.
-There are three slots for each rank, in turn, so that a rank can write a piece while others still read those before.
+An array is sent in pieces. Each rank writes the parts of a piece that other ranks need into its slot of the memory. Then each rank sums
+its part of the piece over all ranks, in rank order, and the others read that sum. So all ranks have the same bits, whatever their timing.
+Each rank has three slots, used in turn, so that it can write a piece while others still read earlier pieces.
 """
 
 from __future__ import annotations
@@ -26,23 +26,24 @@ from tfdist.collectives.buffer_transport import (
 )
 from tfdist.collectives.peer_links import PeerLinks
 
-SLOT_BYTES = 2**23  # at most. Smaller ones wait more often: that costs most where other processes want the processors
+# Maximum size. Smaller slots mean more waits, which cost most when other processes use the processors.
+SLOT_BYTES = 2**23
 _TURNS = 3
-_MOST_BYTES = 3 * 2**26  # of all slots, unless the caller says otherwise
-_LINE = 64  # bytes that processors hand over at once
+_MOST_BYTES = 3 * 2**26  # default maximum of all slots together
+_LINE = 64  # bytes of a cache line, the unit that processors exchange
 
 
 def connect(store: Store, timeout_seconds: float = 0, slot_bytes: int = 0) -> SharedMemoryTransport:
-    """Connects all ranks of a host. All ranks call it; it returns on all of them, or raises on all of them.
+    """Connects all ranks of a host. All ranks call it; either all return or all raise.
 
     Args:
-        store: That of the ranks.
-        timeout_seconds: Limit of each wait for another rank in a call; 0: none.
-        slot_bytes: The size of a piece, a multiple of 64 for each rank. Rank 0's counts. The memory has 3 * size times as much.
-            0 means 8 MB, or with more than 8 ranks less, so that the memory has 192 MB.
+        store: The store of the ranks.
+        timeout_seconds: Limit of each wait for another rank in a call; 0 means no limit.
+        slot_bytes: The size of a slot, at least 64 for each rank; rank 0's value is used. The memory has 3 * size slots.
+            0 means 8 MB, or less with more than 8 ranks, so that the memory has at most 192 MB.
 
     Raises:
-        NoTransportError: The ranks share no memory; the message says why, the same on all ranks.
+        NoTransportError: The ranks cannot share memory; the message says why and is equal on all ranks.
     """
     rank, size = store.rank, store.size
     if not 0 <= rank < size:
@@ -56,7 +57,7 @@ def connect(store: Store, timeout_seconds: float = 0, slot_bytes: int = 0) -> Sh
 
 
 class SharedMemoryTransport(BufferTransport):
-    """Sums arrays among the ranks of one host.
+    """A transport among the ranks of one host.
 
     After an error all further calls raise ConnectionError: the ranks are no longer at the same point.
 
@@ -64,7 +65,7 @@ class SharedMemoryTransport(BufferTransport):
         memory: The shared memory.
         size: The number of ranks.
         links: Sockets to the other ranks.
-        rank: This process's number.
+        rank: This process's rank.
     """
 
     def __init__(self, memory: mmap.mmap, size: int, links: PeerLinks, rank: int):
@@ -123,7 +124,7 @@ class SharedMemoryTransport(BufferTransport):
         return slots
 
     def _parts(self, piece: np.ndarray) -> list[slice]:
-        """Returns which numbers of a piece each rank adds up."""
+        """Returns the part of a piece that each rank sums."""
         line = max(1, _LINE // piece.itemsize)
         length = -(-piece.size // (self.size * line)) * line
         return [slice(min(piece.size, r * length), min(piece.size, (r + 1) * length)) for r in range(self.size)]
@@ -167,11 +168,11 @@ class SharedMemoryTransport(BufferTransport):
         return read
 
     def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
-        """Returns one rank's array on all ranks; that rank gets its own, without a copy.
+        """Returns the array of `root` on all ranks; on `root` itself, without a copy.
 
         Args:
-            array: Of the same shape and type on all ranks; only the numbers of `root` are used.
-            root: The rank whose array it is.
+            array: Has the same shape and dtype on all ranks; only the values of `root` are used.
+            root: The rank that sends its array.
         """
         _check(array)
         if not 0 <= root < self.size:
@@ -206,9 +207,8 @@ class SharedMemoryTransport(BufferTransport):
 
     def close(self) -> None:
         self._links.shut()
-        if self._lock.acquire(
-            blocking=False
-        ):  # else a call of another thread, or of this one if a signal has come amid it
+        # The lock is held during a call: of another thread, or of this one, interrupted by a signal.
+        if self._lock.acquire(blocking=False):
             self._release()
             self._lock.release()
 
@@ -228,9 +228,9 @@ class SharedMemoryTransport(BufferTransport):
                 raise
 
     def _next_slots(self, dtype: np.dtype) -> np.ndarray:
-        """Returns each rank's slot that is next in turn, `[size, numbers]`.
+        """Returns the next slot of each rank, `[size, elements]`.
 
-        No rank still reads from these slots: every rank sent its message of the last piece after it had read them.
+        No rank still reads from these slots: each rank had read them before it posted the last piece.
         """
         self._turn = (self._turn + 1) % _TURNS
         slots = self._slots[self._turn]

@@ -1,7 +1,7 @@
-"""Gives the processes of one host a memory that they share, and a socket between any two. No TensorFlow here.
+"""The rendezvous of the processes of one host, which get shared memory and a socket between any two. Does not import TensorFlow.
 
-The memory has no name in a file system: its descriptor travels through the sockets. So a small /dev/shm (64 MB in Docker) does not matter.
-The sockets are in temporary folders that other users cannot enter, for as long as it takes to connect. Containers share memory if they
+The memory has no name in a file system: rank 0 sends its descriptor through the sockets. So a small /dev/shm (64 MB in Docker) does not matter.
+While the ranks connect, the sockets are in temporary folders that other users cannot enter. Containers share memory if they
 share a network namespace and the folder for temporary files.
 """
 
@@ -26,20 +26,20 @@ from tfdist.collectives.buffer_transport import NoTransportError, Store
 from tfdist.runtime import temporary
 from tfdist.runtime.files import WriteError
 
-_HELLO = struct.Struct("<32sI")  # a token that the store alone has told, and the sender's rank
+_HELLO = struct.Struct("<32sI")  # a token that only the store publishes, and the sender's rank
 _CREDENTIALS = struct.Struct("iII")
 _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 def meet(store: Store, memory_bytes: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
-    """Returns a memory that all ranks share, and a socket to each other rank. All ranks call it.
+    """Returns memory that all ranks share, and a socket to each other rank. All ranks call it.
 
     Args:
-        store: That of the ranks.
-        memory_bytes: The size of the memory. Rank 0's counts.
+        store: The store of the ranks.
+        memory_bytes: The size of the memory; rank 0's value is used.
 
     Raises:
-        NoTransportError: The ranks share no memory; the message is the same on all ranks.
+        NoTransportError: The ranks cannot share memory; the message is equal on all ranks.
     """
     with contextlib.ExitStack() as stack:
         sockets: dict[int, socket.socket] = {}
@@ -78,7 +78,7 @@ def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) ->
         limit = time.monotonic() + seconds
         addresses = []
         for other in range(size):
-            text = _get(store, f"address/{other}", _left(limit), f"rank {other} is not there")
+            text = _get(store, f"address/{other}", _seconds_left(limit), f"rank {other} is not there")
             addresses.append(json.loads(text))
         _compare(addresses)
         if listener is None:
@@ -93,12 +93,12 @@ def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) ->
             except OSError as e:
                 raise NoTransportError(f"rank {rank} cannot reach rank {other} by a socket of its host: {e}") from e
             if _user(connection) != os.geteuid():
-                raise NoTransportError(f"rank {rank} found a process of another user in the place of rank {other}")
+                raise NoTransportError(f"rank {rank} found a process of another user at the address of rank {other}")
             connection.send(_HELLO.pack(addresses[other]["token"].encode(), rank), socket.MSG_NOSIGNAL)
         while len(sockets) < size - 1:
             _accept(listener, own_entry["token"], store, limit, descriptor, sockets)
         for other in range(rank):
-            sockets[other].settimeout(_left(limit))
+            sockets[other].settimeout(_seconds_left(limit))
             received = _receive_reply(sockets[other], stack)
             if other == 0:
                 descriptor = received
@@ -110,7 +110,7 @@ def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) ->
 
 @contextlib.contextmanager
 def _short(folder: str) -> Iterator[str]:
-    """Yields a path of the socket in a folder: a socket's own may have 107 characters at most."""
+    """Yields a short path of the socket in a folder, because a socket's path may have at most 107 characters."""
     descriptor = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_NOFOLLOW)
     try:
         yield f"/proc/self/fd/{descriptor}/socket"
@@ -122,12 +122,12 @@ def host_key() -> str:
     """Returns a key that is equal for processes that can share memory."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
     with contextlib.suppress(OSError):
-        boot += " " + os.readlink("/proc/self/ns/net")  # names of sockets are known within it alone
+        boot += " " + os.readlink("/proc/self/ns/net")  # socket names are known only within a network namespace
     return boot
 
 
 def _reserve(size: int) -> int:
-    """Returns the descriptor of a new memory: all of it is there, and none of it can go, which would end the processes that use it."""
+    """Returns the descriptor of new memory. It is allocated now and cannot shrink: access to a missing page would kill the process."""
     descriptor = os.memfd_create("tfdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:
         os.posix_fallocate(descriptor, 0, size)
@@ -156,7 +156,7 @@ def _accept(
     descriptor: int,
     sockets: dict[int, socket.socket],
 ) -> None:
-    """Takes a connection of a rank above this one, and replies; rank 0 gives it the memory."""
+    """Accepts a connection from a higher rank and replies; the reply of rank 0 carries the memory's descriptor."""
     rank, size = store.rank, store.size
     missing = ", ".join(str(other) for other in range(rank + 1, size) if other not in sockets)
     if not _readable(listener, limit):
@@ -177,7 +177,7 @@ def _accept(
 def _readable(connection: socket.socket, limit: float) -> bool:
     poll = select.poll()
     poll.register(connection, select.POLLIN)
-    return bool(poll.poll(_left(limit) * 1000))
+    return bool(poll.poll(_seconds_left(limit) * 1000))
 
 
 def _receive_reply(connection: socket.socket, stack: contextlib.ExitStack) -> int:
@@ -190,17 +190,17 @@ def _receive_reply(connection: socket.socket, stack: contextlib.ExitStack) -> in
 
 
 def _user(connection: socket.socket) -> int:
-    """Returns the user of the process at the other end, which the kernel knows."""
+    """Returns the user ID of the peer's process, from the kernel."""
     packed = connection.getsockopt(socket.SOL_SOCKET, socket.SO_PEERCRED, _CREDENTIALS.size)
     return int(_CREDENTIALS.unpack(packed)[1])
 
 
 def _agree(store: Store, reason: str) -> str:
-    """Returns why some rank cannot take part, the same on all ranks, or an empty text. Rank 0 decides, so that no two differ."""
+    """Returns why a rank cannot take part, or an empty text. Rank 0 decides, so that all ranks return the same text."""
     if store.rank:
         store.put(f"found/{store.rank}", json.dumps(reason))
         try:
-            # Rank 0 waits for addresses, connections and reports, each one in time.
+            # Rank 0 may need `store.seconds` each for addresses, connections and reports.
             return str(json.loads(_get(store, "verdict", 4 * store.seconds, "rank 0 has not decided in time")))
         except NoTransportError as e:
             return reason or str(e)
@@ -208,7 +208,7 @@ def _agree(store: Store, reason: str) -> str:
     try:
         for other in range(1, store.size):
             if not reason:
-                text = _get(store, f"found/{other}", _left(limit), f"rank {other} has not reported in time")
+                text = _get(store, f"found/{other}", _seconds_left(limit), f"rank {other} has not reported in time")
                 reason = json.loads(text)
     except NoTransportError as e:
         reason = str(e)
@@ -219,11 +219,11 @@ def _agree(store: Store, reason: str) -> str:
 def _get(store: Store, key: str, seconds: float, otherwise: str) -> str:
     try:
         return store.get(key, seconds)
-    except Exception as e:  # what a store raises is its own
+    except Exception as e:  # the type depends on the store
         raise NoTransportError(f"{otherwise}: {e}") from e
 
 
-def _left(limit: float) -> float:
+def _seconds_left(limit: float) -> float:
     return max(0.001, limit - time.monotonic())
 
 

@@ -98,7 +98,9 @@ def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:
     )
     connected = transports.connect(name, bootstrap, "")
     if connected.transport is None:
-        impossible = f", and {name} is not possible: {connected.reason}"  # without mpirun nobody expects MPI
+        impossible = (
+            f", and {name} is not possible: {connected.reason}"  # without mpirun, the absence of MPI is expected
+        )
         return Choice(own, own, where + (impossible if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow)
     communicator = _buffered(strategy, connected.transport, bootstrap.timeout_seconds)
     return Choice(name, connected.way, where + (", and MPI has started them" if name == "mpi" else ""), communicator)
@@ -116,7 +118,7 @@ def _unfit_devices(strategy: Strategy) -> str:
 
 
 def _end(communicator: BufferedCommunicator) -> None:
-    """Closes a transport, which all workers must do together; if the others may not do so, leaves it to the end of the process."""
+    """Closes a transport if all workers close theirs; otherwise the transport ends with the process."""
     code = process_end.expected_exit_code()
     alone = code == 0 and process_end.amid_training
     if communicator.calls.ended or alone or code not in (0, process_end.PREEMPTED):
@@ -125,6 +127,6 @@ def _end(communicator: BufferedCommunicator) -> None:
         communicator.calls(communicator.transport.close, _END_SECONDS)
     except ClusterError:  # another worker does not close: a library might wait for it even while this process exits
         process_end.end(code)
-    except Exception as e:  # the training is done already
+    except Exception as e:  # training is already complete
         logger.warning(f"the transport of gradients could not be closed: {describe_error(e)}")
     communicator.calls.abort("the exchange of gradients has ended.")

@@ -18,9 +18,9 @@ class Candidate:
 
     Attributes:
         why_not: Returns why this process cannot use it, or an empty text.
-        connect: Connects some workers, whose numbers it is given; returns the transport, or raises `NoTransportError`. A collective
-            of all workers; the result on the others must only be closed.
-        across_hosts: Whether it connects one worker of each host where several of them can share memory.
+        connect: Connects the workers with the passed ranks; returns the transport, or raises `NoTransportError`. A collective of
+            all workers; the other workers may only close the result.
+        across_hosts: Whether it connects only one worker of each host if the host's workers can share memory.
     """
 
     why_not: Callable[[Bootstrap], str]
@@ -52,8 +52,8 @@ class Connected:
 
     Attributes:
         transport: The transport, or None.
-        way: How to name it.
-        reason: Why nothing does, or an empty text.
+        way: The transport's name with its levels, for messages.
+        reason: Why there is no transport, or an empty text.
     """
 
     transport: BufferTransport | None
@@ -67,7 +67,7 @@ def connect(name: str, bootstrap: Bootstrap, unfit: str) -> Connected:
     Args:
         name: One of `CANDIDATES`.
         bootstrap: The workers.
-        unfit: Why this worker cannot use any of them, or an empty text.
+        unfit: Why this worker cannot use any of `CANDIDATES`, or an empty text.
     """
     transport, way = None, name
     reason = bootstrap.ranks.agree(unfit or CANDIDATES[name].why_not(bootstrap))
@@ -104,7 +104,7 @@ class Bootstrap:
     """The workers before they have a transport.
 
     Attributes:
-        name: Begins the keys of the texts in their store: unique to each bootstrap, the same on all workers.
+        name: Prefix of the keys in the store; unique to each bootstrap, equal on all workers.
         ranks: Exchanges numbers and texts among the workers.
         addresses: `host:port` of each worker.
         timeout_seconds: Limit of one exchange of the transport; 0 means no limit.
@@ -116,5 +116,5 @@ class Bootstrap:
     timeout_seconds: float
 
     def store(self) -> Store:
-        """Returns the store of all workers: TensorFlow's coordination service keeps it, as long as the cluster lives."""
+        """Returns the store of all workers. TensorFlow's coordination service keeps the texts while the cluster lives."""
         return Store(self.ranks.rank, self.ranks.size, tf_cluster.publish, tf_cluster.published, self.name)

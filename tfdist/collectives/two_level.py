@@ -1,7 +1,7 @@
-"""Sums in two levels: within each host through memory that its ranks share, and between the hosts by one rank of each.
+"""A transport of two levels: within each host through shared memory, and between the hosts by one rank of each.
 
-No TensorFlow here. The first rank of a host is its leader. It sends the host's numbers over the network once, however many ranks the
-host has: the sum of their arrays, or all their rows in one message for each other host. Then it tells the others of its host.
+Does not import TensorFlow. The first rank of a host is its leader. It sends the host's data over the network once, however many ranks
+the host has. The data are the sum of their arrays, or all their rows in one message per other host. Then it broadcasts the result within its host.
 """
 
 from __future__ import annotations
@@ -40,14 +40,14 @@ def connect(
     agree: Callable[[str], str],
     connect_leaders: Callable[[Sequence[int]], BufferTransport | None],
 ) -> tuple[TwoLevelTransport | None, str]:
-    """Returns the transport and an empty text; or None, and why the ranks of a host share no memory, on all ranks. A collective.
+    """Returns the transport and an empty text; or, on all ranks, None and why the ranks of a host cannot share memory. A collective.
 
     Args:
-        store: That of all ranks.
+        store: The store of all ranks.
         hosts: The ranks of each host.
-        timeout_seconds: Limit of each wait for another rank of the host, which may itself wait for other hosts; 0: none.
-        agree: Returns the first text of all ranks that is not empty, the same on all of them.
-        connect_leaders: Returns the transport between the first ranks of all hosts, given their numbers. A collective of all ranks.
+        timeout_seconds: Limit of each wait for another rank of the host, which may itself wait for other hosts; 0 means no limit.
+        agree: Returns the first non-empty text of all ranks, equal on all ranks.
+        connect_leaders: Connects the first ranks of all hosts, which it receives, and returns the transport. A collective of all ranks.
 
     Raises:
         NoTransportError: The leaders cannot reach each other; the message says why. Other ranks need not raise it.
@@ -77,16 +77,16 @@ def _host_of(rank: int, hosts: Sequence[Sequence[int]]) -> int:
 
 
 class TwoLevelTransport(BufferTransport):
-    """Sums arrays within each host, then between the hosts.
+    """A transport that sums within each host, then between the hosts.
 
-    Numbers of 16 bits are added as float32 and rounded within the host, and once more between the hosts: so they cross the network as
+    16-bit floats are summed in float32 and rounded within the host, and again between the hosts: so they cross the network as
     16 bits.
 
     After an error on a leader the other ranks of its host raise ConnectionError, as they do if it dies.
 
     Args:
-        rank: This process's number among all.
-        hosts: The ranks of each host, the leader first. Hosts may have unequal numbers of them.
+        rank: This process's rank among all ranks.
+        hosts: The ranks of each host, the leader first. Hosts may have different numbers of ranks.
         local: Connects the ranks of this host, in the order of `hosts`.
         across: Connects the leaders, in the order of `hosts`. Other ranks have None, or a transport that must only be closed.
     """
@@ -102,7 +102,7 @@ class TwoLevelTransport(BufferTransport):
         self._hosts, self._local, self._across = hosts, local, across
         self._most = max(map(len, hosts))
         self._host_of_rank = np.array([_host_of(r, hosts) for r in range(self.size)])
-        self._place_of_rank = np.array([hosts[self._host_of_rank[r]].index(r) for r in range(self.size)])
+        self._local_rank_of_rank = np.array([hosts[self._host_of_rank[r]].index(r) for r in range(self.size)])
 
     def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
         total = self._local.all_reduce(array, largest)
@@ -114,7 +114,7 @@ class TwoLevelTransport(BufferTransport):
         def gather(across: BufferTransport) -> np.ndarray:
             padded = np.zeros((self._most, *array.shape), array.dtype)  # all hosts send the same shape
             padded[: len(host_rows)] = host_rows
-            return across.all_gather(padded)[self._host_of_rank, self._place_of_rank]
+            return across.all_gather(padded)[self._host_of_rank, self._local_rank_of_rank]
 
         return self._lead((self.size, *array.shape), array.dtype, gather)
 
@@ -126,9 +126,9 @@ class TwoLevelTransport(BufferTransport):
             padded = np.zeros((len(self._hosts), self._most, self._most, *array.shape[1:]), array.dtype)
             for number, ranks in enumerate(self._hosts):
                 padded[number, : len(host_rows), : len(ranks)] = host_rows[:, ranks]
-            return across.all_to_all(padded)[self._host_of_rank, self._place_of_rank]
+            return across.all_to_all(padded)[self._host_of_rank, self._local_rank_of_rank]
 
-        # All that is for this host, [from, to, ...]: the memory takes it sooner than the network took it.
+        # All rows for this host's ranks, [from, to, ...]. All of them are broadcast, because memory is faster than the network.
         every = self._lead((self.size, self._most, *array.shape[1:]), array.dtype, exchange)
         return np.ascontiguousarray(every[:, self._local.rank])
 
@@ -141,7 +141,7 @@ class TwoLevelTransport(BufferTransport):
         try:
             result = work(cast(BufferTransport, self._across))
         except BaseException:  # Ctrl-C, too
-            self._local.close()  # the others of this host would wait
+            self._local.close()  # otherwise the other ranks of this host would wait
             raise
         return self._local.broadcast(result, 0)
 

@@ -1,1 +1,1 @@
-"""The commands, one file each: `main(argv)` returns the exit code. `tfdist/__main__.py` finds them. No TensorFlow here."""
+"""The commands, one file each: `main(argv)` returns the exit code. `tfdist/__main__.py` lists them. No TensorFlow here."""

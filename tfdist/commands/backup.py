@@ -1,10 +1,10 @@
-"""Lists the backups of a run, whole or damaged, and exports a model from one. Only the folder is read.
+"""Lists the backups of a run, whole or damaged, and exports a model from a backup. Nothing is written to the folder.
 
-    tfdist backup show DIR [--json]                 # exit code 1 where no backup is whole
-    tfdist backup export DIR OUT.keras [--step=N]   # the model of the newest whole backup, or of that of a step
+    tfdist backup show DIR [--json]                 # exit code 1 if no backup is whole
+    tfdist backup export DIR OUT.keras [--step=N]   # the model of the newest whole backup, or of the backup at step N
 
 DIR is the run's work directory, or the folder of its backups. All checksums are verified, so every file is read to its end.
-`export` builds the model from the run's config.json, so it works only for runs of `tfdist train`; the model's optimizer starts again.
+`export` builds the model from the run's config.json, so it works only for runs of `tfdist train`. The exported optimizer starts from its initial state.
 
 `python -m tfdist.backup` is the same command.
 """
@@ -34,7 +34,7 @@ COMMANDS = ("show", "export")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code: 0, 2 for a faulty command line, 1 where no backup is whole."""
+    """Runs the command; returns the exit code: 0, 2 for an invalid command line, 1 if no backup is whole."""
     print_always()
     tensorflow_log.set_level()
     values = flags.FlagValues()
@@ -43,7 +43,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_integer(
         "step",
         None,
-        "The step whose backup `export` takes. Default: the newest whole backup.",
+        "The step of the backup to export. Default: the newest whole backup.",
         lower_bound=0,
         flag_values=values,
     )
@@ -79,20 +79,20 @@ def main(argv: Sequence[str]) -> int:
 
 
 def find_backups(path: str) -> tuple[str, pathlib.Path | None]:
-    """Returns the folder of a run's backups, and its `config.json` where it has one.
+    """Returns the folder of a run's backups, and the run's `config.json` or None.
 
     Args:
-        path: The run's work directory, or the folder itself.
+        path: The run's work directory, or the folder of the backups.
 
     Raises:
-        ConfigError: There is no such folder, or its `config.json` cannot be read.
+        ConfigError: The folder does not exist, or its `config.json` cannot be read.
     """
     if "://" in path:
         return path, None
     folder = pathlib.Path(path)
     if not path or not folder.is_dir():
         raise ConfigError(
-            f"{format_value(path)} is no folder; give a run's work directory, or the folder of its backups."
+            f"{format_value(path)} is not a folder; give a run's work directory, or the folder of its backups."
         )
     for workdir in (folder, folder.absolute().parent):
         config = workdir / "config.json"
@@ -101,7 +101,7 @@ def find_backups(path: str) -> tuple[str, pathlib.Path | None]:
         backups = pathlib.Path(_backup_dir(config) or workdir / "backup")
         if workdir == folder or os.path.realpath(backups) == os.path.realpath(folder):
             return str(backups), config
-    inside = folder / "backup"  # of a script's Trainer
+    inside = folder / "backup"  # the folder of a script's Trainer
     return str(inside if inside.is_dir() and not any(folder.glob("step-*")) else folder), None
 
 
@@ -114,14 +114,14 @@ def _backup_dir(config: pathlib.Path) -> str:
 
 def _show(folder: str, as_json: bool) -> int:
     backups: list[listing.Listed] = []
-    if "://" in folder or any(pathlib.Path(folder).glob("step-*")):  # or TensorFlow need not be loaded
+    if "://" in folder or any(pathlib.Path(folder).glob("step-*")):  # otherwise TensorFlow need not be loaded
         from tfdist.backup import listing
 
         backups = listing.read(folder)
     if as_json:
         print(json.dumps({"folder": folder, "backups": [backup.described() for backup in backups]}))
     elif not backups:
-        raise BackupError(f"{folder!r} holds no backup: none was made yet, or the run has ended and removed them.")
+        raise BackupError(f"{folder!r} has no backup: the run has not saved any yet, or has ended and removed them.")
     else:
         print(f"{folder}\n{listing.table(backups)}")
     return 0 if any(backup.state == "whole" for backup in backups) else 1
@@ -134,7 +134,7 @@ def _export(folder: str, config: pathlib.Path | None, path: str, step: int | Non
         raise ConfigError(f"{path} exists already; choose another name for the model.")
     if config is None:
         raise ConfigError(
-            f"{folder!r} has no config.json of a run beside it, which says how to build the model. Give the work directory of a "
+            f"{folder!r} has no config.json of a run beside it, which is needed to build the model. Give the work directory of a "
             "run of tfdist train; for a script, build the model in it, and call fit with the same backup_dir."
         )
     keras_backend.check()

@@ -1,11 +1,11 @@
-"""Shows and checks the cluster that a training started here would use, and writes jobs for schedulers. No TensorFlow here.
+"""Shows and checks the cluster that a training on this host would use, and writes jobs for schedulers. No TensorFlow here.
 
     tfdist cluster show [--format=table|json|env|shell]
-    tfdist cluster check [--connect] [--strategy=parameter_server]   # exit code 2 where it is not sound
+    tfdist cluster check [--connect] [--strategy=parameter_server]   # exit code 2 if the cluster is invalid
     tfdist cluster emit --target=slurm|kubernetes --config=FILE --workdir=DIR [flags of tfdist train]
 
 `python -m tfdist.cluster` is the same command.
-`tfdist/cluster/resolvers/discovery.py` says where a cluster comes from, and in which order the environment is asked.
+`tfdist/cluster/resolvers/discovery.py` lists the sources of a cluster, in the order of lookup.
 """
 
 from __future__ import annotations
@@ -43,26 +43,25 @@ _PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code: 0, 2 where the cluster or the command line is faulty, 1 where not all can be
-    reached."""
+    """Runs the command; returns the exit code: 0, 2 if the cluster or the command line is invalid, 1 if a task cannot be reached."""
     print_always()
     values = _flags()
     try:
         words = command_line.read_flags(values, argv, known_only=True)[1:]
         if not 0 <= values.timeout < float("inf"):
             raise ConfigError(f"--timeout must be 0 or more seconds, and finite. Received: {values.timeout}.")
-        command, rest = words[0] if words else "", words[1:]
+        command, arguments = words[0] if words else "", words[1:]
         if values.help:
             print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
         if command == "emit":
-            return _emit(values, rest)
+            return _emit(values, arguments)
         wrong = [word for word in words if word.startswith("-")]
         if wrong:
             raise command_line.unknown_flag(wrong[0].partition("=")[0], values)
         if command and command not in COMMANDS:
             raise ConfigError(unknown_name_message("command", command, COMMANDS))
-        if not command or rest:
+        if not command or arguments:
             raise ConfigError(
                 f"Usage: tfdist cluster show|check|emit, with the flags that --help lists. "
                 f"Received: {' '.join(argv[1:]) or 'nothing'}"
@@ -101,19 +100,21 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     style = "How `show` prints: a table, JSON, or variables for a file (env) or for `eval` (shell)."
     flags.DEFINE_enum("format", "table", FORMATS, style, flag_values=values)
-    # Other strategies train in any cluster, or without one.
+    # Other strategies train in any cluster, or without a cluster.
     suited = [name for name, traits in STRATEGIES.items() if traits.asynchronous]
-    text = "For `check`: a strategy for which the cluster must have the tasks."
+    text = "For `check`: a strategy whose tasks the cluster must have."
     flags.DEFINE_enum("strategy", None, suited, text, flag_values=values)
-    sources = f"auto, none, {', '.join(discovery.RESOLVERS)}, or one that a distribution has installed"
-    flags.DEFINE_string("source", "auto", f"Who is asked for the cluster: {sources}.", flag_values=values)
-    text = "How many of the tasks are parameter servers, the last ones, where the environment tells ranks and no roles."
+    sources = f"auto, none, {', '.join(discovery.RESOLVERS)}, or the name of an installed resolver"
+    flags.DEFINE_string("source", "auto", f"The resolver of the cluster: {sources}.", flag_values=values)
+    text = "Number of parameter servers, if the environment has ranks without roles: the last ranks are servers."
     flags.DEFINE_integer("ps", 0, text, lower_bound=0, flag_values=values)
     for name, text in cluster_lib.FLAGS.items():
         flags.DEFINE_string(name, "", text, flag_values=values)
-    text = "For `check`: try this task's port, and the names and ports of all others. Run it in all tasks at once."
+    text = "For `check`: try this task's port, and the names and ports of all other tasks. Run it in all tasks at once."
     flags.DEFINE_bool("connect", False, text, flag_values=values)
-    flags.DEFINE_float("timeout", 30.0, "Seconds for which `check --connect` waits for the others.", flag_values=values)
+    flags.DEFINE_float(
+        "timeout", 30.0, "Seconds for which `check --connect` waits for the other tasks.", flag_values=values
+    )
     flags.DEFINE_enum(
         "target", "slurm", list(TARGETS), "The scheduler that `emit` writes a job for.", flag_values=values
     )
@@ -149,8 +150,8 @@ def show(resolved: ResolvedCluster | None, style: str) -> str:
         return json.dumps(described)
     rows = [("task", "address", "")]
     for t in cluster.tasks():
-        notes = ["chief"] * (t == cluster.chief) + ["this process"] * (t == task)
-        rows.append((str(t), truncate(cluster.address(t)), ", ".join(notes)))
+        roles = ["chief"] * (t == cluster.chief) + ["this process"] * (t == task)
+        rows.append((str(t), truncate(cluster.address(t)), ", ".join(roles)))
     if task.type == "evaluator":
         rows.append((str(task), "outside of the cluster", "this process"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -163,14 +164,16 @@ def show(resolved: ResolvedCluster | None, style: str) -> str:
 def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
     """Checks this task's port and the peers' names and ports; prints the result and returns the exit code."""
     proxies = {name: value for name, value in os.environ.items() if name.lower() in _PROXIES and value}
-    # Without what stands before the host: a user's password.
+    # Without the text before the host, which may contain a user's password.
     named = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in proxies.items())
-    print(f"proxies: {named or 'none'}; the cluster passes by them")
+    print(f"proxies: {named or 'none'}; the cluster bypasses them")
     try:
         with greeting.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
             began = time.monotonic()
             preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
-            time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))  # others may still look for this one
+            time.sleep(
+                min(_LINGER, max(0.0, began + timeout - time.monotonic()))
+            )  # others may still try to reach this task
     except ClusterError as e:
         print(printable_lines(e), file=sys.stderr)
         return 1
@@ -183,8 +186,8 @@ def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
     unsuited = [name for name in ("ps", "source", "strategy", "connect", *cluster_lib.FLAGS) if values[name].present]
     if unsuited:
         raise ConfigError(
-            f"{', '.join(f'--{name}' for name in unsuited)}: not for emit, which takes from the configuration how many tasks there "
-            "are: --config.cluster.workers=4, --config.cluster.ps=1."
+            f"{', '.join(f'--{name}' for name in unsuited)}: not for emit, which reads the number of tasks from the configuration: "
+            "--config.cluster.workers=4, --config.cluster.ps=1."
         )
     of_job = [field.name for field in dataclasses.fields(job_lib.Job)]
     parsed = flags_lib.parse(["tfdist train", *arguments], __doc__, ["target", *of_job])

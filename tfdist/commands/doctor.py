@@ -28,7 +28,7 @@ Check = Callable[[Mapping[str, str]], Iterable[Finding]]
 
 _LIMIT = 15.0  # seconds for each check; the checks run in parallel
 _STYLES = {OK: "green", NOTE: "cyan", WARNING: "yellow", ERROR: "bold red"}
-# For each subject, in the order of the table: the check and its limit in seconds.
+# The check and its limit in seconds, by subject, in the order of the table.
 CHECKS: dict[str, tuple[Check, float]] = {
     "versions": (software.versions, _LIMIT),
     "processors and memory": (machine.resources, _LIMIT),
@@ -88,7 +88,7 @@ def examine(checks: Mapping[str, tuple[Check, float]], environ: Mapping[str, str
         try:
             for finding in check(environ):
                 by_check[name].append(finding)
-        except Exception as e:  # the other checks still help the user
+        except Exception as e:  # report it, so that the other findings are still shown
             problem = f"cannot be checked: {printable(describe_error(e))}"
             by_check[name].append(Finding(WARNING, name, problem, "see the other findings"))
 

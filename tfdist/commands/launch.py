@@ -3,13 +3,13 @@
     tfdist launch --workers=2 --max-restarts=3 python script.py --its --flags   # or: python -m tfdist.launch
     tfdist launch --hosts=a,b -- python script.py                               # the same on a and on b
 
-Flags of tfdist launch stand before the command; a -- between them may be left out. Every task gets its own TF_CONFIG. Its output
-is shown behind its name and kept in `LOG_DIR/<task>.log`. The first task that fails is named with the reason; the launcher then
-ends all others, or restarts them. No process survives, even after kill -9: each task leads a process group, and a guardian
-process kills the groups when the launcher is gone.
+Flags of tfdist launch come before the command; the -- between them is optional. Every task gets its own TF_CONFIG. The launcher
+prints each task's output after the task's name, and writes it to `LOG_DIR/<task>.log`. It reports the first task that fails with
+the reason, and then ends all tasks or restarts them. No process survives, even after kill -9: each task leads a process group, and
+a guardian process kills the groups when the launcher ends.
 
-With --hosts or --hostfile it starts the tasks of the host on which it runs, found by the host's addresses. Nothing is shared by
-the hosts but the network. Each launcher restarts its own tasks, so give all of them the same --max_restarts.
+With --hosts or --hostfile the launcher starts the tasks of its host, which it recognizes by the host's addresses. The hosts share
+only the network. Each launcher restarts its own tasks, so give the same --max_restarts to all of them.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from tfdist.runtime.log import logger, print_always
 
 _MOST = 10_000  # tasks; more are a mistake
 _OF_HOSTS = (*cluster_lib.FLAGS, "workers_per_host")
-# Flags that describe a cluster on this machine alone, with what to do in a cluster of hosts.
+# Flags of a cluster on this machine, with the remedy for a cluster of hosts.
 _OF_THIS_MACHINE = {
     "workers": "each host gets --workers_per_host=N tasks, 1 by default",
     "ps": "name the hosts of the parameter servers: --ps_hosts=c,d",
@@ -45,7 +45,7 @@ _OF_THIS_MACHINE = {
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs `tfdist launch`; returns the exit code: of `Launcher.run`, or 2 for a faulty command line."""
+    """Runs `tfdist launch`; returns the exit code of `Launcher.run`, or 2 for an invalid command line."""
     print_always()
     values = _flags()
     try:
@@ -67,19 +67,19 @@ def main(argv: Sequence[str]) -> int:
 
 def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
-    values.set_gnu_getopt(False)  # flags behind the command are its own
+    values.set_gnu_getopt(False)  # flags after the command belong to the command
     at_least = {"flag_values": values, "lower_bound": 0}
     flags.DEFINE_integer(
         "workers", 1, "Number of training tasks on this machine.", 1, _MOST, short_name="n", flag_values=values
     )
     flags.DEFINE_integer(
-        "ps", 0, "Number of parameter servers on this machine; a chief comes on top.", 0, _MOST, flag_values=values
+        "ps", 0, "Number of parameter servers on this machine; a chief is added.", 0, _MOST, flag_values=values
     )
     texts = {
         **cluster_lib.FLAGS,
         "task": "The tasks to start here, as worker:1 or worker:2,worker:3. Default: this host's.",
     }
-    texts["hosts"] = "Hosts of one training, each once, as a,b or a:2222,b:2222; type the same command on each of them."
+    texts["hosts"] = "Hosts of one training, each once, as a,b or a:2222,b:2222; run the same command on each host."
     for name, text in texts.items():
         flags.DEFINE_string(name, "", text, flag_values=values)
     flags.DEFINE_integer(
@@ -91,8 +91,8 @@ def _flags() -> flags.FlagValues:
         flag_values=values,
     )
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
-    flags.DEFINE_float("grace_seconds", 25.0, "Time to end after a signal before SIGKILL.", **at_least)
-    flags.DEFINE_integer("max_restarts", 0, "Restarts that failures may cost.", **at_least)
+    flags.DEFINE_float("grace_seconds", 25.0, "Seconds from a signal to SIGKILL.", **at_least)
+    flags.DEFINE_integer("max_restarts", 0, "Number of restarts after failures.", **at_least)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
@@ -101,7 +101,7 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
     """Returns the launcher of a command line.
 
     Raises:
-        ConfigError: With every fault of it.
+        ConfigError: The command line is invalid; the error lists every problem.
     """
     faults = list(_faults(values, command))
     limits = {"grace_seconds": values.grace_seconds, "max_restarts": values.max_restarts}

@@ -1,8 +1,8 @@
-"""Writes the files that your own task starts from. No TensorFlow here.
+"""Writes the first files of your own task. No TensorFlow here.
 
     tfdist new-task my_task [--dir=.]   # the same: python -m tfdist.commands.new_task my_task
 
-`my_task` is then a package in `--dir`: the task, a configuration that trains it, and a test of both.
+It creates the package `my_task` in `--dir`: the task, a configuration that trains it, and a test of both.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ from tfdist.runtime import process_end
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code: 0, or 2 for a faulty command line."""
+    """Runs the command; returns the exit code: 0, or 2 for an invalid command line."""
     values = flags.FlagValues()
-    flags.DEFINE_string("dir", ".", "Where the package goes.", flag_values=values)
+    flags.DEFINE_string("dir", ".", "The folder in which to create the package.", flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     try:
         words = command_line.read_flags(values, argv)[1:]
@@ -48,14 +48,14 @@ def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
     """Writes the package of a new task.
 
     Args:
-        name: The package's name; the class is called the same in capitals, `MyTask` for `my_task`.
-        folder: Where the package goes.
+        name: The package's name; the class has the same name in CamelCase, `MyTask` for `my_task`.
+        folder: The folder in which to create the package.
 
     Returns:
         The package's folder.
 
     Raises:
-        ConfigError: The name is no Python identifier, is another package's, or exists in `folder`.
+        ConfigError: The name is not a Python identifier, belongs to another package, or exists in `folder`.
         OSError: The files cannot be written.
     """
     class_name = "".join(part[:1].upper() + part[1:] for part in name.split("_"))
@@ -68,11 +68,11 @@ def new_task(name: str, folder: pathlib.Path) -> pathlib.Path:
         raise ConfigError(f"{package} exists already; choose another name, or another folder with --dir.")
     if name.startswith("__"):
         raise ConfigError(
-            f"Names that begin with __ are Python's own; call the task otherwise, such as my_task. Received: {format_value(name)}."
+            f"Names that begin with __ are Python's own; choose another name, such as my_task. Received: {format_value(name)}."
         )
     if importlib.util.find_spec(name):
         raise ConfigError(
-            f"{name} is the name of a module that Python finds already, and the task would hide; choose another one."
+            f"{name} is the name of an importable module, which the task would hide; choose another name."
         )
     package.mkdir(parents=True)
     names = {"my_task": name, "MyTask": class_name}

@@ -2,7 +2,7 @@
 
     tfdist presets   # the same: python -m tfdist.commands.presets
 
-`tfdist train --config=NAME` trains one; `tfdist train --config=NAME --help` shows its fields.
+`tfdist train --config=NAME` trains a preset; `tfdist train --config=NAME --help` shows its fields.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from tfdist.runtime import process_end
 
 
 def main(argv: Sequence[str]) -> int:
-    """Runs the command; returns the exit code: 0, or 2 for a faulty command line."""
+    """Runs the command; returns the exit code: 0, or 2 for an invalid command line."""
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     try:

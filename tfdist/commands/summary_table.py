@@ -1,4 +1,4 @@
-"""Prints the end of a run: a table in a terminal, lines `name: value` in a pipe or a file. No TensorFlow here."""
+"""The printed summary of a run: a table in a terminal, lines `name: value` in a pipe or a file. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -18,17 +18,17 @@ _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
 def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, str]]:
-    """Returns names and values of the table, without values that were not measured.
+    """Returns the names and values of the table, without values that were not measured.
 
     Args:
         summary: The summary, from `summary.summarize`, or as read from `summary.json`.
-        workdir: The folder that has the run's files.
+        workdir: The folder of the run's files.
 
     Examples:
         >>> for name, value in rows(json.loads((workdir / "summary.json").read_text()), workdir):
         ...     print(f"{name}: {value}")
     """
-    asynchronous = "retried_steps" in summary  # of parameter servers: a step is one worker's
+    asynchronous = "retried_steps" in summary  # with parameter servers: each step runs on one worker
     compression, sent = summary["compression"]["name"], summary["wire_bytes_per_step"]
     values = [
         ("task", summary["task"]),
@@ -53,7 +53,7 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, s
 
 
 def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
-    """Prints the summary on standard output, as a table in a terminal, else one line per row; then the command that shows its curves.
+    """Prints the summary on standard output, as a table in a terminal, else one line per row; then the command that shows the run's curves.
 
     Args:
         summary: As for `rows`.
@@ -67,25 +67,25 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
         console.Console(markup=False, emoji=False, highlight=False).print(shown)
     else:
         print(*map(": ".join, text), sep="\n")
-    # Outside of the table, which would fold a long path: the line is there to be copied.
+    # Outside of the table, which would fold a long path, so that the line can be copied.
     print(_encodable(f"tensorboard --logdir {_shell_word(str(workdir / 'tensorboard'))}"), flush=True)
 
 
 def _encodable(text: str) -> str:
-    """Returns a text that standard output's encoding has: a path or a metric's name must not fail a run that has ended well."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # there may be no output
+    """Replaces characters that standard output cannot encode, so that a path or a metric's name does not fail a finished run."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # standard output may be closed
     return text.encode(encoding, "backslashreplace").decode(encoding)
 
 
 def _metric(value: Any) -> str:
-    """Returns a metric as text. None in a summary is a metric that was measured, and is NaN or infinite."""
+    """Returns a metric as text. None in a summary stands for NaN or infinity."""
     if isinstance(value, list):
         return f"[{', '.join(map(_metric, value))}]"
     return "not finite" if value is None else f"{value:.6g}"
 
 
 def _speed(summary: Mapping[str, Any]) -> str | None:
-    """Returns the mean time of a step and the examples per second, which are the same measurement."""
+    """Returns the mean step time and the examples per second, two forms of the same measurement."""
     mean, examples = summary["step_ms"].get("mean"), summary["examples_per_second"]
     if mean is None or examples is None:
         return None
@@ -93,7 +93,7 @@ def _speed(summary: Mapping[str, Any]) -> str | None:
 
 
 def _network(sent: Mapping[str, Any], transport: str | None) -> str | None:
-    """Returns the measured bytes of the network, and where the gradients' bytes are: among them, or in shared memory."""
+    """Returns the measured network bytes, and the predicted bytes of the gradients, over the network or through shared memory."""
     measured, gradients = sent.get("measured"), sent.get("predicted")
     if not measured and not gradients:
         return None
@@ -110,7 +110,7 @@ def _wall_time(goodput: Mapping[str, Any]) -> str:
 
 
 def _shell_word(text: str) -> str:
-    """Returns a text quoted for a shell; control characters, which would steer the terminal, as escapes that bash and zsh read."""
+    """Returns a text quoted for a shell. Control characters, which would act on the terminal, become escapes that bash and zsh read."""
     if not _CONTROL.search(text):
         return shlex.quote(text)
     escaped = text.replace("\\", "\\\\").replace("'", "\\'")

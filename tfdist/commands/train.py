@@ -1,10 +1,10 @@
 """Trains the model of a preset or a config file: `tfdist train --config=digits --workdir=DIR`.
 
 `python -m tfdist.train` is the same command.
-With a cluster in the environment (TF_CONFIG) this process is one task of it. Without one, and with
-`--config.cluster.workers=2`, it starts that many tasks on this machine and watches them. Fields of the configuration
-are set as `--config.optimizer.momentum=0.9`. Exit code 0 means that the training has finished; 2, that the
-configuration is faulty; 75, that it received SIGTERM and has saved, and the same command resumes from there.
+With a cluster in the environment (TF_CONFIG) this process is one task of the cluster. Without a cluster,
+`--config.cluster.workers=2` starts two tasks on this machine and watches them. Set fields of the configuration
+as `--config.optimizer.momentum=0.9`. Exit code 0 means that the training has finished; 2, that the
+configuration is invalid; 75, that the training has saved after SIGTERM: the same command resumes it.
 """
 
 from __future__ import annotations
@@ -46,9 +46,7 @@ from tfdist.runtime.log import logger, print_always
 if TYPE_CHECKING:
     from tfdist.training.trainer import Trainer
 
-_SOURCE = (
-    "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts; their results it prints itself
-)
+_SOURCE = "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts; they do not print results, this command does
 
 
 _FILES = ("config.json", "model.keras", "summary.json")
@@ -57,7 +55,7 @@ _FILES = ("config.json", "model.keras", "summary.json")
 def main(argv: Sequence[str]) -> int:
     """Runs `tfdist train`; returns the exit code."""
     print_always()
-    task_versions.script = __file__  # the same, whichever way the command was started
+    task_versions.script = __file__  # equal for `tfdist train` and `python -m tfdist.train`
     return process_end.run_command(_main, argv)
 
 
@@ -72,16 +70,20 @@ def _main(argv: Sequence[str]) -> int:
             if command is None:  # --help
                 return 0
             if validation.has_wrong_types(command.config, "cluster", "backup", "start_timeout", "epochs"):
-                validation.check(command.config, 0, command.faults)  # without the cluster, which these fields find
+                validation.check(
+                    command.config, 0, command.faults
+                )  # without the cluster, which depends on these fields
             resolved: ResolvedCluster | None = None
-            workers: int | None = 0  # unless the cluster is sound
+            workers: int | None = 0  # until the cluster is known to be valid
             with collect_errors(faults):
                 resolved = _find_cluster(command.config)
                 workers = len(resolved.cluster.training_tasks()) if resolved else None
                 _check_evaluator(command.config, resolved)
             before = FinishedRun(command.config, command.workdir, command.overwrite)
             with collect_errors(faults):
-                if not (resolved and resolved.task.type == "evaluator"):  # which evaluates what a finished run has left
+                if not (
+                    resolved and resolved.task.type == "evaluator"
+                ):  # an evaluator may evaluate a finished run's remaining backups
                     before.check()
             validation.check(command.config, workers, command.faults)
             if not faults:
@@ -102,11 +104,11 @@ def _find_cluster(config: TrainConfig) -> ResolvedCluster | None:
 
 def _check_evaluator(config: TrainConfig, resolved: ResolvedCluster | None) -> None:
     if resolved and resolved.task.type == "evaluator":
-        config.cluster.evaluator = 1  # whose needs are checked, whatever the command line says
+        config.cluster.evaluator = 1  # so that the evaluator's requirements are checked, whatever the command line sets
     elif resolved and resolved.source != "tf_config" and config.cluster.evaluator:
         raise ConfigError(
-            f"cluster.evaluator starts a process where this command starts the others, but here {resolved.source} does; leave it at 0 "
-            'and start one process more, with TF_CONFIG whose task is {"type": "evaluator", "index": 0}.'
+            f"cluster.evaluator starts a process only if this command starts the tasks, but here {resolved.source} does; leave it at 0 "
+            'and start another process, with TF_CONFIG whose task is {"type": "evaluator", "index": 0}.'
         )
 
 
@@ -117,7 +119,7 @@ def _run(
     argv: Sequence[str],
     before: FinishedRun,
 ) -> int:
-    """Trains as a task of the cluster that was found, or alone, or starts the tasks that train; returns the exit code."""
+    """Trains as a task of the resolved cluster, or alone, or starts the training tasks; returns the exit code."""
     if resolved is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(f"training on this host alone, though {hint}.")
     evaluates = resolved is not None and resolved.task.type == "evaluator"
@@ -153,33 +155,34 @@ def _run_owned(
 
 
 class FinishedRun:
-    """The finished run that is in a work directory, if there is one, which a new run there would replace.
+    """The finished run in a work directory, if any, which a new run in the directory would replace.
 
-    A run has finished once there is its `summary.json`. Backups beside it are of a later run, which goes on. Or they are of the finished
-    run: it was killed before it had removed them, and goes on; or `backup.delete_checkpoint=false` keeps them, and more epochs go on.
+    A run has finished once its `summary.json` exists. Backups beside that file belong to a later run, which continues; or to the finished
+    run, which was killed before it had removed them, and continues. With `backup.delete_checkpoint=false` the finished run's backups stay,
+    and a run with more epochs continues from them.
 
     Args:
         config: The configuration of the new run.
         workdir: The work directory.
-        overwrite: Whether the new run may replace it.
+        overwrite: Whether the new run may replace the finished run.
     """
 
     def __init__(self, config: TrainConfig, workdir: pathlib.Path, overwrite: bool):
         self._config, self._workdir, self._overwrite = config, workdir, overwrite
         self._backups = pathlib.Path(config.backup.dir or workdir / "backup")
-        # A task that a supervisor has started belongs to the run that is there.
+        # A task of a supervisor belongs to the run in this directory.
         self._summary = None if _SOURCE in os.environ or progress.restarts() else _read_json(workdir / "summary.json")
         self._kept: list[dict[str, Any]] = []
         if self._summary is not None and config.backup.save_freq != "never":
-            with contextlib.suppress(OSError, ValueError):  # there is no such folder
+            with contextlib.suppress(OSError, ValueError):  # the folder does not exist
                 manifests = map(_read_json, self._backups.glob("step-*/manifest.json"))
                 self._kept = [body for body in manifests if body is not None]
 
     def check(self) -> None:
-        """Raises a ConfigError if a finished run would be replaced, and may not be."""
+        """Raises a ConfigError if the new run would replace a finished run without `overwrite`."""
         if self._overwrite or not self._is_replaced():
             return
-        more = (
+        how_to_continue = (
             "raise --config.epochs"
             if self._kept
             else (
@@ -189,11 +192,11 @@ class FinishedRun:
         )
         raise ConfigError(
             f"workdir {format_value(str(self._workdir))} holds a finished run. Choose another --workdir; or train again from the beginning "
-            f"with --overwrite, which replaces model.keras at its end; or, to train further, {more}."
+            f"with --overwrite, which replaces model.keras at its end; or, to train further, {how_to_continue}."
         )
 
     def replace(self) -> None:
-        """Says that the run is replaced, and removes the backups that it has kept; does nothing if it is not."""
+        """Logs that the finished run will be replaced, and removes its backups; does nothing if the finished run is not replaced."""
         if not self._is_replaced():
             return
         logger.info(
@@ -219,7 +222,7 @@ def _number(body: Any, name: str) -> int:
 
 
 def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, an empty dict if it holds something else, or None if there is no file."""
+    """Returns the object in a JSON file, an empty dict if the content is not an object, or None if the file cannot be read."""
     try:
         text = read_file(path)
     except (OSError, ValueError):  # such as a path with a null byte
@@ -233,14 +236,14 @@ def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def own_workdir(workdir: pathlib.Path, task: str = "") -> Iterator[None]:
-    """Makes the work directory, and keeps other runs from it inside.
+    """Creates the work directory, and locks it against other runs inside.
 
     Args:
         workdir: The folder.
-        task: The name of an evaluator, which works beside the run that owns the folder; empty means that run.
+        task: The name of an evaluator, which shares the folder with the run that owns it; empty means the owner.
 
     Raises:
-        ConfigError: The folder cannot be made, nothing can be written to it, another run has it, or another user's link is in it.
+        ConfigError: The folder cannot be created or written, another run owns it, or it contains another user's link.
     """
     owner = ownership.Ownership(workdir, "workdir", f"{ownership.FILE}-{task}" if task else ownership.FILE)
     try:
@@ -274,7 +277,7 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
         raise ConfigError(
             f"{format_value(str(logs))} must be a folder for the tasks' output, and is a file: remove it, or choose another --workdir."
         )
-    # The tasks are told of their cluster in TF_CONFIG, whoever was to be asked here.
+    # The tasks get their cluster in TF_CONFIG, whatever the source is here.
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
     cluster = local_cluster(config.cluster.workers, config.cluster.ps)
     environ = {**os.environ, _SOURCE: "tf_config", ownership.JOB: ownership.this_run()}
@@ -296,15 +299,15 @@ def train(
 
     Args:
         config: The configuration, checked by `validation.check`.
-        workdir: Where `summary.json`, `config.json`, `model.keras` and `tensorboard/` go.
-        trainer: An existing trainer to use, with a strategy of its own. None means one made from `config`.
+        workdir: The folder of `summary.json`, `config.json`, `model.keras` and `tensorboard/`.
+        trainer: An existing trainer with its strategy. None creates a trainer from `config`.
         cluster: As for the `Trainer`.
 
     Returns:
         The summary, as in `summary.json`.
 
     Raises:
-        ConfigError: The configuration does not fit the devices found.
+        ConfigError: The configuration does not fit the available devices.
     """
     started = time.perf_counter()
     _import_frameworks()
@@ -332,7 +335,7 @@ def train(
     configured.prepare_process(config)
 
     replicas = trainer.num_replicas
-    asynchronous = config.strategy.traits.asynchronous  # a step is one worker's
+    asynchronous = config.strategy.traits.asynchronous  # each step runs on one worker
     in_sync = 1 if asynchronous else replicas
     batch_size = config.global_batch_size or config.per_replica_batch_size * in_sync
     validation.per_replica_batch_size(batch_size, in_sync)
@@ -414,17 +417,17 @@ def train(
             summary = {
                 **before,
                 "restarts": summary["restarts"],
-            }  # killed after its end: this process could measure nothing
+            }  # the previous process was killed after the training: this one has no measurements
         summary_lib.write_json(workdir / "summary.json", summary)
         if _SOURCE not in os.environ:
             summary_table.print_summary(summary, workdir)
-    trainer.on_model_saved(model)  # with everything written
+    trainer.on_model_saved(model)  # after all files are written
     goodput.delete()
     return summary
 
 
 def _import_frameworks() -> None:
-    """Imports TensorFlow and Keras without the garbage collector, which would find nothing there, and take a second."""
+    """Imports TensorFlow and Keras without the garbage collector, which would take a second and free nothing."""
     enabled = gc.isenabled()
     gc.disable()
     try:
@@ -433,7 +436,7 @@ def _import_frameworks() -> None:
     finally:
         if enabled:
             gc.enable()
-    gc.freeze()  # and it skips these objects later on
+    gc.freeze()  # later collections skip these objects, too
 
 
 if __name__ == "__main__":

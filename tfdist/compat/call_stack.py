@@ -1,6 +1,6 @@
-"""Inspects the calling functions, where Keras gives no other way to learn the purpose of a call.
+"""Inspection of the call stack, where Keras offers no other way to learn the purpose of a call.
 
-Each function here adds a frame. "The caller" is the function that called the function that asks.
+Each function here adds a frame. "The caller" is the caller of the function that calls a function of this module.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def called_from_keras_step() -> bool:
 
 
 def is_assigned_by_users() -> bool:
-    """Returns whether a variable is assigned by code outside of Keras and tfdist; for methods that the variable calls."""
+    """Returns whether code outside of Keras and tfdist assigns a variable. Call it in a method that the variable calls."""
     frame: Any = sys._getframe(2)
     while frame is not None and _module(frame).startswith(_VARIABLES):
         frame = frame.f_back
@@ -34,7 +34,7 @@ def is_assigned_by_users() -> bool:
 
 
 def is_creating_keras_weight() -> bool:
-    """Returns whether a `keras.Variable` that no optimizer has asked for is being created, as by `add_weight`."""
+    """Returns whether a `keras.Variable` is being created, as by `add_weight`, and not by an optimizer."""
     frame: Any = sys._getframe(1)
     while frame is not None and (_module(frame), frame.f_code.co_name) != KERAS_CREATE:
         frame = frame.f_back
@@ -52,13 +52,13 @@ def _module(frame: Any) -> str:
 
 
 def applying_optimizer() -> keras.optimizers.Optimizer | None:
-    """Returns the optimizer whose function that updates variables is the caller; None for another caller."""
+    """Returns the optimizer whose function that updates variables is the caller; None for other callers."""
     caller = sys._getframe(2)
     return caller.f_locals["self"] if caller.f_code.co_name == KERAS_APPLY else None
 
 
 def raising_callback(error: BaseException) -> tuple[Any, str] | None:
-    """Returns the callback whose method has raised an error, and the method's name; None if there is none."""
+    """Returns the callback whose method has raised an error, and the method's name; None if no callback raised it."""
     trace = error.__traceback__
     while trace:
         owner = trace.tb_frame.f_locals.get("self")
@@ -74,7 +74,7 @@ def frame_call(frame: Any) -> tuple[str, str, Any]:
 
 
 def created_variable() -> keras.Variable | None:
-    """Returns the `keras.Variable` that is being created; None if there is none."""
+    """Returns the `keras.Variable` that is being created, or None."""
     frame: Any = sys._getframe(1)
     while frame is not None and (_module(frame), frame.f_code.co_name) != KERAS_CREATE:
         frame = frame.f_back

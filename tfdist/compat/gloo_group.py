@@ -8,15 +8,15 @@ from typing import Any
 
 
 def create_device(library: types.ModuleType, address: str, interface: str) -> Any:
-    """Returns gloo's object for a network, which listens at a port that the system chooses.
+    """Returns gloo's device for a network, which listens at a port that the system chooses.
 
     Args:
         library: The module `torch.distributed`.
         address: This host's address on the network.
-        interface: The network's name, in place of the address; may be empty.
+        interface: The name of the network interface, which replaces the address; may be empty.
 
     Raises:
-        RuntimeError: There is no such network on this host.
+        RuntimeError: This host does not have that address or interface.
     """
     options = {"interface": interface} if interface else {"hostname": address}
     return library.ProcessGroupGloo.create_device(**options)
@@ -27,17 +27,17 @@ def create_group(library: types.ModuleType, store: Any, rank: int, size: int, de
 
     Args:
         library: The module `torch.distributed`.
-        store: Where the ranks tell each other their addresses.
-        rank: This process's number.
+        store: The store through which the ranks exchange their addresses.
+        rank: This process's rank.
         size: The number of ranks.
-        device: As `create_device` returns it.
-        seconds: Limit of each wait while they connect, and of calls that name none.
+        device: The result of `create_device`.
+        seconds: Timeout of each wait while ranks connect, and of later calls without a timeout.
 
     Raises:
-        RuntimeError: They could not be connected.
+        RuntimeError: The ranks could not connect.
     """
     options = library.ProcessGroupGloo._Options()
     options._devices = [device]
     options._timeout = datetime.timedelta(seconds=seconds)
-    options._threads = 1  # one exchange is under way at a time
+    options._threads = 1  # one exchange runs at a time
     return library.ProcessGroupGloo(store, rank, size, options)

@@ -1,4 +1,4 @@
-"""Checks the framework that Keras will run on, before Keras is imported."""
+"""A check, before Keras is imported, of the backend that Keras will run on."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.runtime.files import read_file
 
 
 def check() -> None:
-    """Raises if Keras does not run, or will not run, on TensorFlow.
+    """Raises ConfigError if Keras runs, or will run, on another backend than TensorFlow.
 
     Raises:
         ConfigError: Another backend is chosen; the message names the setting.

@@ -1,6 +1,6 @@
 """Private names of Keras' models, layers, optimizers, variables and callbacks.
 
-A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
+A release may move these names: tests/architecture/test_keras_internals.py then fails and names them. Only `tfdist/compat` and that test use
 the constants that begin with `KERAS_`. For losses see `keras_losses.py`, for Keras' loop over data `keras_loops.py`.
 """
 
@@ -43,7 +43,7 @@ def has_replaced_make_function(model: keras.Model) -> bool:
 
 
 def replace_make_function(model: keras.Model, new: Method) -> None:
-    """Replaces the method with which a model makes its training and test functions from a step."""
+    """Replaces the method with which a model creates its training and test functions from a step."""
     setattr(model, KERAS_MAKE_FUNCTION, new)
 
 
@@ -65,7 +65,7 @@ def replace_moments(layer: keras.layers.Layer, new: Method) -> None:
 
 # Files
 
-# The writers behind `Model.save`, `save_weights`, `keras.saving.*` and `keras.models.save_model`, which look them up here.
+# The writers behind `Model.save`, `save_weights`, `keras.saving.*` and `keras.models.save_model`, which look the writers up in these modules.
 KERAS_WRITERS = (
     (saving_lib, "save_model"),
     (saving_lib, "save_weights_only"),
@@ -74,10 +74,10 @@ KERAS_WRITERS = (
 
 
 def replace_writers(make: Callable[[Method], Method]) -> None:
-    """Replaces the functions with which Keras writes models and weights. The first call is enough.
+    """Replaces the functions with which Keras writes models and weights. Further calls do nothing.
 
     Args:
-        make: Returns another writer for one of Keras' own, which is called as `own(saveable, filepath, ...)`.
+        make: Takes one of Keras' writers and returns its replacement; both are called as `writer(saveable, filepath, ...)`.
     """
     for module, name in KERAS_WRITERS:
         if not hasattr(own := getattr(module, name), "keras_own"):
@@ -125,7 +125,7 @@ def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
 
 
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns the variable or schedule of an optimizer's learning rate. Its property `learning_rate` is the number."""
+    """Returns the variable or schedule of an optimizer's learning rate. The property `learning_rate` of the optimizer is the number."""
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), KERAS_RATE)
 
 
@@ -157,7 +157,7 @@ def replace_update(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
 
 
 def update_variables(optimizer: keras.optimizers.Optimizer, grads: Sequence[Gradient], variables: Variables) -> None:
-    """Does one update as Keras does: clips, decays the weights, and applies the gradients."""
+    """Applies one update as Keras does: clips the gradients, decays the weights, and updates the variables."""
     grads = clip_method(optimizer)(grads)
     getattr(optimizer, KERAS_WEIGHT_DECAY)(variables)
     getattr(optimizer, KERAS_UPDATE_VARIABLES)(grads, variables, optimizer.learning_rate)
@@ -197,7 +197,7 @@ def has_replaced_variable_update(optimizer: keras.optimizers.Optimizer) -> bool:
 
 
 def variable_update_methods(optimizer: keras.optimizers.Optimizer) -> tuple[Method, Method]:
-    """Returns the method that updates one variable, and the one that decays the weights of a list of variables."""
+    """Returns the method that updates one variable, and the method that decays the weights of a list of variables."""
     return getattr(optimizer, KERAS_UPDATE_STEP), getattr(optimizer, KERAS_WEIGHT_DECAY)
 
 
@@ -224,7 +224,7 @@ def in_symbolic_scope() -> bool:
 
 
 def global_generator() -> keras.random.SeedGenerator:
-    """Returns the seed generator from which `keras.random.*` draws in this thread if it is given no seed, or None."""
+    """Returns the seed generator from which `keras.random.*` draws in this thread without a seed, or None."""
     return global_state.get_global_attribute(KERAS_GLOBAL_GENERATOR)
 
 
@@ -235,7 +235,7 @@ def set_global_generator(generator: keras.random.SeedGenerator) -> None:
 
 # Callbacks
 
-# Attributes in which a callback keeps what it has seen of a training.
+# Attributes in which a callback keeps its state of a training.
 CALLBACK_STATE: Mapping[type, Sequence[str]] = {
     keras.callbacks.EarlyStopping: ("wait", "stopped_epoch", "best", "best_epoch", "best_weights"),
     keras.callbacks.ReduceLROnPlateau: ("wait", "cooldown_counter", "best"),
@@ -244,5 +244,5 @@ CALLBACK_STATE: Mapping[type, Sequence[str]] = {
     keras.callbacks.TensorBoard: ("_global_train_batch", "_global_test_batch", "_previous_epoch_iterations"),
     keras.callbacks.History: ("epoch", "history"),
 }
-# Attributes of a callback that remembers nothing.
+# Attributes of a callback without state.
 STATELESS_ATTRIBUTES = vars(keras.callbacks.Callback()).keys() | {"_supports_tf_logs"}

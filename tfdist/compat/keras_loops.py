@@ -1,6 +1,6 @@
 """Private names of Keras' loops over data (`fit`, `evaluate`, `predict`).
 
-A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
+A release may move these names: tests/architecture/test_keras_internals.py then fails and names them. Only `tfdist/compat` and that test use
 the constants that begin with `KERAS_`.
 """
 
@@ -47,13 +47,13 @@ __all__ = [
     "train_validation_split",
 ]
 
-DEFAULT_BATCH_SIZE = 32  # Keras' own, of arrays for which none is given
+DEFAULT_BATCH_SIZE = 32  # Keras' default for arrays
 _RELEASE = tuple(map(int, keras.__version__.split(".")[:2]))
-RESETS_METRICS_FOR_BATCH = _RELEASE >= (3, 15)  # whether `train_on_batch` and `test_on_batch` do
+RESETS_METRICS_FOR_BATCH = _RELEASE >= (3, 15)  # whether `train_on_batch` and `test_on_batch` reset metrics
 WARNS_OF_UNKNOWN_END = _RELEASE < (
     3,
     16,
-)  # whether a loop warns where data of unknown size end, without a number of steps
+)  # whether a loop without a number of steps warns when data of unknown size end
 
 Method = Function
 
@@ -66,12 +66,12 @@ KERAS_ADAPTER_ITERATOR = "_get_iterator"
 
 
 def reads_python(adapter: DataAdapter) -> bool:
-    """Returns whether a data adapter takes its data from Python code, which cannot begin again."""
+    """Returns whether a data adapter reads its data from Python code, which cannot restart."""
     return type(adapter).__name__ in KERAS_SELF_FEEDING
 
 
 def skip_epochs(adapter: DataAdapter, number: int) -> None:
-    """Makes a data adapter begin with a later epoch; since Keras 3.16 it shuffles a PyDataset by the epoch's number."""
+    """Makes a data adapter begin with a later epoch; since Keras 3.16 the shuffle of a PyDataset depends on the epoch's number."""
     if hasattr(adapter, KERAS_ADAPTER_EPOCH):
         setattr(adapter, KERAS_ADAPTER_EPOCH, getattr(adapter, KERAS_ADAPTER_EPOCH) + number)
 
@@ -79,8 +79,8 @@ def skip_epochs(adapter: DataAdapter, number: int) -> None:
 def adapted_dataset(adapter: DataAdapter) -> tf.data.Dataset:
     """Returns the dataset of a data adapter.
 
-    The workers of a PyDataset are new ones for each pass. Keras' own are one team for all passes, which the end of an epoch stops: it
-    would take batches from a thread that reads ahead, as that of a strategy does.
+    Each pass over a PyDataset starts new workers. Keras shares its workers between passes, and stops them at the end of an epoch: a thread
+    that reads ahead, as a strategy's does, would lose batches.
     """
     if getattr(adapter, "enqueuer", None) is None:
         return adapter.get_tf_dataset()
@@ -91,9 +91,9 @@ def adapted_dataset(adapter: DataAdapter) -> tf.data.Dataset:
 
 
 def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Structure]:
-    data, one = adapter.py_dataset, copy.copy(adapter)
-    delattr(one, KERAS_ADAPTER_ITERATOR)
-    one.enqueuer = OrderedEnqueuer(
+    data, pass_adapter = adapter.py_dataset, copy.copy(adapter)
+    delattr(pass_adapter, KERAS_ADAPTER_ITERATOR)
+    pass_adapter.enqueuer = OrderedEnqueuer(
         data,
         workers=data.workers,
         use_multiprocessing=data.use_multiprocessing,
@@ -101,13 +101,13 @@ def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Structure]:
         shuffle=adapter.shuffle,
     )
     try:
-        yield from getattr(one, KERAS_ADAPTER_ITERATOR)()
+        yield from getattr(pass_adapter, KERAS_ADAPTER_ITERATOR)()
     finally:
-        thread = one.enqueuer.run_thread
-        one.enqueuer.stop(drain_queue_and_join=False)
-        while thread is not None and thread.is_alive():  # it may wait for room in the queue
+        thread = pass_adapter.enqueuer.run_thread
+        pass_adapter.enqueuer.stop(drain_queue_and_join=False)
+        while thread is not None and thread.is_alive():  # the thread may wait for space in the queue
             with contextlib.suppress(queue.Empty):
-                one.enqueuer.future_queue.get(timeout=0.01)
+                pass_adapter.enqueuer.future_queue.get(timeout=0.01)
 
 
 # Models
@@ -119,7 +119,7 @@ def build_by_call(model: keras.Model, batch: Structure) -> None:
     """Builds a model, its metrics and its compiled optimizer by calling the model on the shapes of a batch.
 
     Raises:
-        ValueError: The batch does not fit the model. Before Keras 3.14 it was the context of a RuntimeError.
+        ValueError: The batch does not fit the model. Before Keras 3.14 Keras raises a RuntimeError with this error as its context.
     """
     try:
         getattr(model, KERAS_BUILD_BY_CALL)(data_batch=batch)
@@ -130,7 +130,7 @@ def build_by_call(model: keras.Model, batch: Structure) -> None:
 
 
 def metrics_or_logs(model: keras.Model, logs: Logs) -> Logs:
-    """Returns an epoch's logs: the results of the model's metrics, or those of its last step, if they have other names."""
+    """Returns an epoch's logs: the results of the model's metrics, or `logs` of the last step, if their names differ."""
     results = model.get_metrics_result()
     return results if isinstance(logs, dict) and logs.keys() == results.keys() else logs
 
@@ -142,7 +142,7 @@ def check_compiled(model: keras.Model) -> None:
 
 
 def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Logs:
-    """Returns logs as `evaluate` does without `return_dict`: a number, or a list, in the order of the model's metrics."""
+    """Returns logs as `evaluate` does without `return_dict`: a number, or a list in the order of the model's metrics."""
     compiled = keras_metrics.compiled_metrics(model)
     names = [m.name for metric in model.metrics for m in (metric.metrics if metric is compiled else [metric])]
     values = [logs[name] for name in names if name in logs]
@@ -150,28 +150,28 @@ def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Logs:
     return values[0] if len(values) == 1 else values
 
 
-# What `predict` makes of its outputs
+# Outputs of `predict`
 
 
 def concatenate(*parts: Structure) -> Structure:
-    """Returns the outputs of several batches as of one: dense, ragged or sparse tensors."""
+    """Returns the concatenated outputs of several batches: dense, ragged or sparse tensors."""
     return concat(list(parts))
 
 
 def joined_outputs(parts: Sequence[Structure]) -> Structure:
-    """Returns the outputs of a prediction's executions as of one, as NumPy arrays where they are not ragged."""
+    """Returns the concatenated outputs of a prediction's executions, as NumPy arrays unless they are ragged."""
     tree = keras.tree
     lists = tree.map_structure_up_to(parts[0], lambda *outputs: list(outputs), *parts)
     return as_arrays(tree.map_structure_up_to(parts[0], potentially_ragged_concat, lists))
 
 
 def as_arrays(outputs: Structure) -> Structure:
-    """Returns outputs as NumPy arrays where they are not ragged."""
+    """Returns outputs as NumPy arrays unless they are ragged."""
     return keras.tree.map_structure(convert_to_np_if_not_ragged, outputs)
 
 
 def concatenate_replicas(outputs: Structure, strategy: tf.distribute.Strategy) -> Structure:
-    """Returns the outputs of all replicas, of all workers, as of one, in the replicas' order. A collective."""
+    """Returns the concatenated outputs of all replicas of all workers, in the replicas' order. A collective."""
     if (
         traits_of(strategy).several_processes and tf_internals.num_replicas(strategy) > 1
     ):  # Keras orders by local replica

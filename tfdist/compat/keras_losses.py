@@ -54,7 +54,7 @@ def losses(compiled: keras.losses.Loss) -> list[Structure]:
 
 
 def keep_configuration_errors(compiled: keras.losses.Loss) -> None:
-    """Makes a container raise the ConfigErrors of its losses unchanged. Keras 3.16 puts each ValueError of a loss into another."""
+    """Makes a container raise the ConfigErrors of its losses unchanged. Keras 3.16 wraps each ValueError of a loss in another one."""
     call: Method | None = getattr(compiled, KERAS_CALL_LOSS, None)
     if call is None or KERAS_CALL_LOSS in vars(compiled):
         return
@@ -88,7 +88,7 @@ def set_mask(tensor: tf.Tensor, value: tf.Tensor) -> None:
 def loss_and_mask(
     loss: keras.losses.Loss, y_true: Structure, y_pred: Structure, sample_weight: Structure
 ) -> tuple[Structure, Structure]:
-    """Returns the result of `Loss.__call__` and the mask of the values that count, on predictions or values, or None."""
+    """Returns the result of `Loss.__call__`, and the mask of predictions or values that selects the values that count, or None."""
     rows = tf.nest.map_structure(lambda y: keras.ops.convert_to_tensor(y, loss.dtype), (y_true, y_pred))
     values = loss.call(*rows)
     masks = mask(y_pred), mask(values)
@@ -121,7 +121,7 @@ class _AddedLosses(threading.local):
 def keep_added_losses_apart(model: keras.Model) -> None:
     """Makes a model's layers keep the losses that they add by `add_loss` for each thread.
 
-    Replicas are threads that take turns at each collective: while one waits in its loss for the others, they call the layers anew.
+    Replicas are threads that take turns at each collective: while one replica waits in its loss, the others call the same layers.
     """
     for layer in layers(model):
         if not isinstance(vars(layer)[KERAS_ADDED_LOSSES], _AddedLosses):

@@ -1,4 +1,4 @@
-"""Finds the optimizers that a model's training step may use."""
+"""Search for the optimizers that a model's training step may use."""
 
 from __future__ import annotations
 
@@ -10,15 +10,15 @@ import keras
 
 from tfdist.compat.keras_internals import is_created_in_scope
 
-# Objects of these packages hold no optimizer of a user's, but for Keras' layers.
+# Objects of these packages hold no optimizer of a user, except Keras' layers.
 _CLOSED = ("builtins", "keras", "tensorflow", "numpy", "tfdist")
 
 
 def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     """Returns the optimizers that a model holds: its own attributes' first, then those of its layers and helper objects.
 
-    An optimizer that a `LossScaleOptimizer` of the list wraps is not listed. Of a layer's or a helper object's, those of
-    another strategy are left out, as no step of this model can use them.
+    The list omits an optimizer that a `LossScaleOptimizer` in it wraps. It also omits optimizers of layers and helper objects that
+    belong to another strategy, because no step of this model can use them.
     """
     own = optimizers_in_attributes(model)
     strategy = model.distribute_strategy
@@ -71,7 +71,7 @@ def _wrapped_optimizer(optimizer: keras.optimizers.Optimizer) -> keras.optimizer
     return getattr(optimizer, "inner_optimizer", optimizer)
 
 
-def _without_wrapped(found: list[keras.optimizers.Optimizer]) -> list[keras.optimizers.Optimizer]:
-    """Returns each optimizer once, without those that another one of the list wraps."""
-    wrapped = {id(_wrapped_optimizer(o)) for o in found if _wrapped_optimizer(o) is not o}
-    return list({id(o): o for o in found if id(o) not in wrapped}.values())
+def _without_wrapped(candidates: list[keras.optimizers.Optimizer]) -> list[keras.optimizers.Optimizer]:
+    """Returns each optimizer once, except optimizers that another one in the list wraps."""
+    wrapped = {id(_wrapped_optimizer(o)) for o in candidates if _wrapped_optimizer(o) is not o}
+    return list({id(o): o for o in candidates if id(o) not in wrapped}.values())

@@ -1,6 +1,6 @@
 """Private names of TensorFlow for several processes.
 
-A release may move these names: tests/architecture/test_keras_internals.py says which. Only `tfdist/compat` and that test use
+A release may move these names: tests/architecture/test_keras_internals.py then fails and names them. Only `tfdist/compat` and that test use
 the constants that begin with `TF_`.
 """
 
@@ -54,7 +54,7 @@ def group(launcher: Launcher) -> tuple[Any, Any]:
 
 
 def next_key(launcher: Launcher) -> Any:
-    """Returns the key of a launcher's next collective, another one at each call."""
+    """Returns the key of a launcher's next collective; each call returns another key."""
     return launcher._next_instance_key()
 
 
@@ -76,8 +76,8 @@ def abort_collectives(code: int, message: str) -> None:
 # The server and the coordination service
 
 TF_SERVES = "_std_server_started"
-# The functions of TensorFlow's binding that wait for other tasks with the interpreter's lock held: they connect a worker, and add and
-# remove functions on a cluster of parameter servers, as the first call of a `tf.function` does.
+# The functions of TensorFlow's Python binding that hold the interpreter's lock while they wait for other tasks: they connect a worker,
+# and add or remove functions on a cluster of parameter servers, as the first call of a `tf.function` does.
 TF_WAITING = ("TFE_EnableCollectiveOps", "TFE_ContextAddFunction", "TFE_ContextRemoveFunction")
 
 
@@ -87,7 +87,7 @@ def lock_lender() -> LockLender:
 
 
 def keep_server(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> None:
-    """Makes further strategies of this class use the server that runs."""
+    """Makes further strategies of this class use the running server."""
     setattr(type(strategy.extended), TF_SERVES, True)
 
 
@@ -100,7 +100,7 @@ def configure_coordination_service(jobs: Mapping[str, Sequence[str]], heartbeat_
     """Configures TensorFlow's coordination service.
 
     Args:
-        jobs: The addresses of each job's tasks. Tasks of `chief` and `worker` take part.
+        jobs: The addresses of each job's tasks. Only tasks of the jobs `chief` and `worker` take part.
         heartbeat_timeout_ms: Milliseconds after which a task that does not answer counts as lost.
     """
     spec = tf.train.ClusterSpec({job: list(addresses) for job, addresses in jobs.items()})
@@ -122,18 +122,18 @@ def wait_at_barrier(name: str, timeout_ms: int) -> None:
 
 
 def publish(key: str, value: str) -> None:
-    """Makes a text, which is not empty, known to all tasks of the coordination service."""
+    """Publishes a text, which must not be empty, to all tasks of the coordination service."""
     eager_context.context().set_config_key_value(key, value)
 
 
 def published(key: str, seconds: float) -> str:
-    """Returns the text that a task has published, or raises an OpError if none has within some seconds."""
+    """Returns the text that a task has published under `key`. Raises an OpError if no task publishes it within `seconds`."""
     return str(eager_context.context().get_config_key_value(key, max(1, int(1000 * seconds))))
 
 
 # Parameter servers
 
-# The public `schedule` takes no Python functions, in which alone it is known who runs them how often.
+# The public `schedule` takes only TensorFlow functions. A Python function knows its worker and counts its calls.
 TF_CLUSTER = "_cluster"
 
 

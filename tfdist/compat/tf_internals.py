@@ -371,7 +371,7 @@ class _AverageArithmetic:
 def correcting_average_losses(correct: Callable[[Any], Any]) -> Iterator[None]:
     """Corrects losses that `tf.nn.compute_average_loss` divides by an explicit `global_batch_size`, within the context.
 
-    Several threads may enter it at once. The first one's `correct` applies to all threads, so pass the same function in each.
+    Several threads may enter it at once. The `correct` of the first thread applies to all threads, so pass the same function in each.
 
     Args:
         correct: Takes a divided loss and returns its replacement.

@@ -1,4 +1,4 @@
-"""Raises errors for uses that Keras 3 or TensorFlow do not support with several replicas, before they crash or miscount."""
+"""Errors for uses that Keras 3 or TensorFlow do not support with several replicas, raised before a crash or a wrong result."""
 
 from __future__ import annotations
 
@@ -24,16 +24,16 @@ _UNKNOWN_OPTIMIZER = (
     "trainer.step."
 )
 _NEWEST_COMPILED = (9, 0)  # compute capability of the newest GPUs for which TensorFlow is built: Hopper
-_NO_DEVICES = "destinations can not be empty"  # of the sum of gradients, where no replica runs
+_NO_DEVICES = "destinations can not be empty"  # from the sum of gradients, if no replica runs
 _NESTED_GRAPH = "called while defining a new graph"
 _NO_REPLICA = ("is not available outside the replica context", "'NoneType' object has no attribute 'merge_call'")
 
 
 def check_own_loop(error: Exception) -> None:
-    """Explains the errors of TensorFlow and Keras for a step that runs on no replica.
+    """Explains the errors of TensorFlow and Keras for a step that runs outside of replicas.
 
     Raises:
-        ConfigError: It is this error.
+        ConfigError: `error` is such an error.
     """
     if any(words in str(error) for words in _NO_REPLICA):
         raise ConfigError(
@@ -43,22 +43,22 @@ def check_own_loop(error: Exception) -> None:
 
 
 def check_applied(optimizer: keras.optimizers.Optimizer) -> None:
-    """Refuses an optimizer that a step of the Trainer applies, but that was not found in the model.
+    """Rejects an optimizer that a step of the Trainer applies, but that the model does not hold.
 
-    It would add up the replicas' gradients as they are: N times the gradients of one device.
+    Such an optimizer would sum the replicas' gradients without averaging: N times the gradients of one device.
 
     Raises:
-        ConfigError: Its gradients are not reduced by `gradients/optimizer.py`.
+        ConfigError: `gradients/optimizer.py` does not reduce this optimizer's gradients.
     """
     if not keras_internals.has_replaced_reduction(optimizer):
         raise ConfigError(_UNKNOWN_OPTIMIZER.format(f", {type(optimizer).__name__},"))
 
 
 def check_traced(error: Exception) -> None:
-    """Explains the error for a traced step that reduces gradients, which only an optimizer of the model may omit.
+    """Explains the error for a traced step in which an optimizer that the model does not hold reduces gradients.
 
     Raises:
-        ConfigError: It is this error.
+        ConfigError: `error` is this error.
     """
     if str(error) == _NO_DEVICES:
         raise ConfigError(_UNKNOWN_OPTIMIZER.format("")) from error
@@ -66,7 +66,7 @@ def check_traced(error: Exception) -> None:
 
 @contextlib.contextmanager
 def explaining_branches() -> Iterator[None]:
-    """Raises an error with a remedy if an optimizer is applied in a separate graph, from which no replica can reduce.
+    """Raises an error with a remedy if an optimizer is applied in a nested graph, where replicas cannot reduce.
 
     Raises:
         ConfigError: The code inside reduces gradients within `tf.cond`, `tf.while_loop` or a nested `tf.function`.
@@ -77,17 +77,17 @@ def explaining_branches() -> Iterator[None]:
         if _NESTED_GRAPH not in str(e):
             raise
         raise ConfigError(
-            "The training step applies an optimizer within tf.cond, tf.while_loop, an `if` on a tensor or a tf.function of its own, where "
+            "The training step applies an optimizer within tf.cond, tf.while_loop, an `if` on a tensor or a nested tf.function, where "
             "replicas cannot sum gradients: apply it in each step, outside of them. To update every n steps, give the optimizer "
-            "gradient_accumulation_steps=n; to leave an update out, multiply the gradients by 0."
+            "gradient_accumulation_steps=n; to skip an update, multiply the gradients by 0."
         ) from e
 
 
 def check_model(model: keras.Model) -> None:
-    """Raises errors for uses that the Trainer does not support either.
+    """Raises an error for uses of a model that the Trainer does not support.
 
     Raises:
-        ConfigError: With every fault.
+        ConfigError: The model has such uses; the error names all.
     """
     if faults := list(_model_faults(model)):
         raise ConfigError(faults)
@@ -143,14 +143,14 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
         )
     if isinstance(type(model).train_step, tf.types.experimental.PolymorphicFunction):
         yield (
-            f"The train_step of {type(model).__name__} is a tf.function, in which TensorFlow lets replicas reduce nothing: "
-            "leave @tf.function out, as the Trainer compiles the step."
+            f"The train_step of {type(model).__name__} is a tf.function, in which TensorFlow does not let replicas reduce: "
+            "leave @tf.function out, because the Trainer compiles the step."
         )
     if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
-        yield "float8 layers keep scales that are no gradients, and cannot be summed over replicas; use mixed_bfloat16."
+        yield "float8 layers return new scales in place of gradients, which cannot be summed over replicas; use mixed_bfloat16."
     for layer in keras_internals.layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            yield f"The layer {layer.name} is stateful=True, and each replica would carry on its own share of a batch alone."
+            yield f"The layer {layer.name} is stateful=True, but each replica would keep only the state of its share of a batch."
     if model.jit_compile and (why := strategy.traits.refuses.get("jit_compile")):
         yield f"jit_compile=True is not possible under {strategy.kind}, {why}."
 
@@ -205,14 +205,14 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Data) -> None:
-    """Refuses data that are not batches, or that each worker would draw for itself.
+    """Rejects data that are not batches, or that each worker would draw independently.
 
     Args:
         strategy: The strategy.
         data: The `x` of `fit`, `evaluate` or `predict`, or Keras' data adapter for it.
 
     Raises:
-        ConfigError: `data` is a dataset of single examples, or comes from Python where there are several workers.
+        ConfigError: `data` is a dataset of single examples, or comes from Python under several workers.
     """
     if isinstance(data, tf.data.Dataset) and any(
         spec.shape.rank == 0 for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.TensorSpec)

@@ -16,7 +16,7 @@ from tfdist.compression.buckets import assign_buckets, join_results, merge_resul
 from tfdist.config.options import option_faults
 from tfdist.errors import ConfigError
 
-_LEAST = 1024  # numbers of a variable that is worth it
+_MIN_ELEMENTS = 1024  # minimum number of elements of a variable that is compressed
 
 
 class StateSpec(NamedTuple):
@@ -25,8 +25,8 @@ class StateSpec(NamedTuple):
     Attributes:
         name: Its name.
         shape: Its shape.
-        shared: Whether all ranks have the same; otherwise each has its own.
-        initial: Returns its first value, given the shape and the number of the variable among all.
+        shared: Whether the state is equal on all ranks; otherwise each rank has its own.
+        initial: Returns the initial value from the shape and the variable's index.
     """
 
     name: str
@@ -49,7 +49,7 @@ class RowCodec:
 
 @dataclasses.dataclass(frozen=True)
 class Compressor(abc.ABC):
-    """Sums values over all ranks with fewer bytes. Two of one kind with the same arguments are equal.
+    """A way to sum values over all ranks with fewer bytes. Compressors of the same class and arguments are equal.
 
     Examples:
         >>> import tfdist
@@ -59,10 +59,10 @@ class Compressor(abc.ABC):
     """
 
     def __post_init__(self) -> None:
-        """Refuses arguments out of the ranges of their `option`.
+        """Validates the arguments against the ranges of their `option`.
 
         Raises:
-            ConfigError: With every fault.
+            ConfigError: Arguments are out of range; the error lists all of them.
         """
         faults: list[str] = []
         for field in dataclasses.fields(self):
@@ -73,7 +73,7 @@ class Compressor(abc.ABC):
 
     @property
     def row_codec(self) -> RowCodec:
-        """The encoding of rows."""
+        """The encoding of gathered rows."""
         return RowCodec()
 
     @property
@@ -83,33 +83,33 @@ class Compressor(abc.ABC):
 
     @property
     def supports_adaptive_optimizers(self) -> bool:
-        """True if it works with adaptive optimizers such as Adam."""
+        """True if the compressor works with adaptive optimizers such as Adam."""
         return True
 
     @property
     def granularity(self) -> int:
         """The granularity in elements: gradients and their state may be split at multiples of it.
 
-        0 means that it needs a gradient whole.
+        0 means that gradients must not be split.
         """
         return 0
 
     def for_variable(self, name: str, shape: tuple[int, ...]) -> Compressor:
         """Returns the compressor of a variable's gradient: this one, or `NoCompression` for vectors and small variables."""
-        return self if len(shape) > 1 and math.prod(shape) >= _LEAST else NONE
+        return self if len(shape) > 1 and math.prod(shape) >= _MIN_ELEMENTS else NONE
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
-        """Returns the state that a value of this shape has."""
+        """Returns the specs of the state for a value of this shape."""
         return ()
 
     @abc.abstractmethod
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
-        """Yields requests, and is sent their answers.
+        """Yields requests, and receives their answers through `send`.
 
         Args:
-            values: This rank's, float32, of static shapes; the same shapes on all ranks.
+            values: This rank's values, float32, with static shapes that are equal on all ranks.
             states: Each value's state, as `state_specs` describes it.
             member: This rank.
 
@@ -123,7 +123,7 @@ class Compressor(abc.ABC):
         """Returns the bytes that each rank sends for a step, by the collectives' formulas (see `ByteCounter`).
 
         Args:
-            shapes: Of the variables with dense gradients, float32; by name where the compressor looks at names.
+            shapes: The shapes of the float32 variables with dense gradients; by name if the compressor depends on names.
             num_replicas: The number of ranks.
         """
         named = shapes if isinstance(shapes, Mapping) else {str(number): shape for number, shape in enumerate(shapes)}
@@ -138,7 +138,7 @@ class Compressor(abc.ABC):
 
     @property
     def description(self) -> str:
-        """Its name, and the arguments that are not the defaults, for people."""
+        """The compressor's name and non-default arguments, for messages."""
         shown = []
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
@@ -150,7 +150,7 @@ class Compressor(abc.ABC):
 
 
 class NoCompression(Compressor):
-    """Sums values as they are.
+    """The sum without compression.
 
     Examples:
         >>> from tfdist.compression import NoCompression
@@ -174,7 +174,7 @@ def _checked(
     states: Sequence[tuple[tf.Tensor, ...]],
     member: RankContext,
 ) -> Exchange:
-    """A compressor's exchange, whose result is checked."""
+    """Runs a compressor's exchange and checks its result."""
     where = f"{type(compressor).__name__}.exchange must "
     exchange = compressor.exchange(values, states, member)
     if not isinstance(exchange, Generator):
@@ -200,7 +200,7 @@ def _checked(
 
 
 class BucketedReduction:
-    """Assigns compressors to variables, and reduces gradients in buckets.
+    """The compressors of all variables, and the reduction of their gradients in buckets.
 
     Args:
         compressor: Chooses the compressor of each variable.
@@ -208,14 +208,14 @@ class BucketedReduction:
 
     Attributes:
         shapes: The shape of each variable.
-        compressors: The compressor of each.
-        slots: The state of each variable.
+        compressors: The compressor of each variable.
+        slots: The specs of each variable's state.
     """
 
     def __init__(self, compressor: Compressor, variables: Sequence[tuple[str, tuple[int, ...]]]):
         self.shapes = [tuple(shape) for _, shape in variables]
         self.compressors = [compressor.for_variable(name, tuple(shape)) for name, shape in variables]
-        self._planned: dict[tuple[Compressor, tuple[int, ...]], int] = {}
+        self._encoded_bytes: dict[tuple[Compressor, tuple[int, ...]], int] = {}
         self.slots = [c.state_specs(tuple(shape)) for c, (_, shape) in zip(self.compressors, variables, strict=True)]
 
     def exchange(
@@ -225,25 +225,25 @@ class BucketedReduction:
         member: RankContext,
         variables: Sequence[int] | None = None,
     ) -> Exchange:
-        """One exchange of all compressors' together, as `Compressor.exchange`.
+        """Runs the exchanges of all compressors as one; see `Compressor.exchange`.
 
         Args:
-            values: This rank's.
+            values: This rank's values.
             states: Each value's state.
             member: This rank.
-            variables: The variables that have values, by number; None means all.
+            variables: The index of each value's variable; None means all variables.
         """
         numbers = range(len(self.compressors)) if variables is None else variables
-        places: dict[Compressor, list[int]] = {}
-        for place, number in enumerate(numbers):
-            places.setdefault(self.compressors[number], []).append(place)
+        indices_of: dict[Compressor, list[int]] = {}
+        for index, number in enumerate(numbers):
+            indices_of.setdefault(self.compressors[number], []).append(index)
         results = yield from fuse(
             [
                 _checked(c, [values[i] for i in indices], [states[i] for i in indices], member)
-                for c, indices in places.items()
+                for c, indices in indices_of.items()
             ]
         )
-        return merge_results(zip(places.values(), results, strict=True), len(values))
+        return merge_results(zip(indices_of.values(), results, strict=True), len(values))
 
     def run(
         self,
@@ -254,28 +254,28 @@ class BucketedReduction:
         variables: Sequence[int] | None = None,
         bucket_bytes: int = 0,
     ) -> list[ReduceResult]:
-        """Runs exchanges of a group, one for each bucket of gradients, which do not wait for each other.
+        """Runs one exchange for each bucket of gradients; the exchanges do not wait for each other.
 
         Args:
-            group: The group.
-            values: Of each of `members`, its values, as for `exchange`.
-            states: Of each of `members`, each value's state.
-            members: The members that are here.
+            group: The communicator.
+            values: For each of `members`, its values, as for `exchange`.
+            states: For each of `members`, each value's state.
+            members: The contexts of this process's ranks.
             variables: As for `exchange`.
-            bucket_bytes: How many bytes a bucket has: of gradients, or where the compressor needs them whole, as they are sent.
-                0 means that there is one bucket.
+            bucket_bytes: The maximum bytes of a bucket: of gradients, or of encoded gradients if the compressor cannot split them.
+                0 means one bucket.
         """
         numbers = list(range(len(self.compressors)) if variables is None else variables)
         cuts = [part_sizes(math.prod(self.shapes[n]), self.compressors[n].granularity, bucket_bytes) for n in numbers]
         owners = [number for number, counts in zip(numbers, cuts, strict=True) for _ in counts]
         parts = [[part for pair in zip(v, cuts, strict=True) for part in split(*pair)] for v in values]
-        kept = [[part for pair in zip(s, cuts, strict=True) for part in split_state(*pair)] for s in states]
+        part_states = [[part for pair in zip(s, cuts, strict=True) for part in split_state(*pair)] for s in states]
         sizes = [self._size(number, part) if bucket_bytes else 0 for number, part in zip(owners, parts[0], strict=True)]
         results_by_rank: list[list[tuple[list[int], ReduceResult]]] = [[] for _ in members]
         for lane, bucket in enumerate(assign_buckets(sizes, bucket_bytes)):
             exchanges = [
                 self.exchange([v[p] for p in bucket], [s[p] for p in bucket], member, [owners[p] for p in bucket])
-                for v, s, member in zip(parts, kept, members, strict=True)
+                for v, s, member in zip(parts, part_states, members, strict=True)
             ]
             for results, reduced in zip(results_by_rank, group.run(exchanges, lane), strict=True):
                 results.append((bucket, reduced))
@@ -283,11 +283,11 @@ class BucketedReduction:
         return [join_results(merge_results(results, len(sizes)), cuts, shapes) for results in results_by_rank]
 
     def _size(self, number: int, part: tf.Tensor) -> int:
-        """Returns the bytes for which a variable's gradient, or a part of it, counts in a bucket."""
+        """Returns the bytes that a variable's gradient, or a part of it, adds to a bucket."""
         compressor, shape = self.compressors[number], self.shapes[number]
         if compressor == NONE or compressor.granularity:
             return part.shape.num_elements() * part.dtype.size
         key = compressor, shape
-        if key not in self._planned:
-            self._planned[key] = compressor.bytes_per_step([shape], 2)  # two ranks send once all there is
-        return self._planned[key]
+        if key not in self._encoded_bytes:
+            self._encoded_bytes[key] = compressor.bytes_per_step([shape], 2)  # with two ranks, each sends its data once
+        return self._encoded_bytes[key]

@@ -14,7 +14,7 @@ _BYTES = 4  # of a float32
 def assign_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Returns the buckets, each a list of indices of gradients that are reduced together.
 
-    The order is that of the backward pass, from the last gradient to the first, so that the first buckets are sent while backward
+    The order is that of the backward pass, from the last gradient to the first. So the first buckets are sent while backward
     still computes the others (Li et al., arXiv:2006.15704).
 
     Args:
@@ -37,7 +37,7 @@ def part_sizes(count: int, granularity: int, most: int) -> list[int]:
 
     Args:
         count: The number of values in the gradient.
-        granularity: A part begins at a multiple of so many values; 0 means that the gradient stays whole.
+        granularity: Parts begin at multiples of this number of values; 0 means that the gradient is not split.
         most: Bytes of a part; 0 means no limit.
     """
     if not (granularity and most) or count * _BYTES <= most:

@@ -1,4 +1,4 @@
-"""Numbers of 16 bits on the wire."""
+"""Compression to floats of 16 bits."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class _CastRowCodec(RowCodec):
 
 
 class _Cast(Compressor):
-    """Rounds to 16 bits before the sum."""
+    """Base class of compressors that round to 16 bits before the sum."""
 
     dtype: tf.DType
 
@@ -51,7 +51,7 @@ class _Cast(Compressor):
 
 
 class BF16(_Cast):
-    """Sums bfloat16, which has the range of float32 and 8 bits of precision, as torch's `bf16_compress_hook`.
+    """Compression to bfloat16, which has the range of float32 and 8 bits of precision, like torch's `bf16_compress_hook`.
 
     Examples:
         >>> from tfdist.compression import BF16
@@ -63,10 +63,10 @@ class BF16(_Cast):
 
 
 class FP16(_Cast):
-    """Sums float16, which has 11 bits of precision, as torch's `fp16_compress_hook` and Horovod's `Compression.fp16`.
+    """Compression to float16, which has 11 bits of precision, like torch's `fp16_compress_hook` and Horovod's `Compression.fp16`.
 
-    Each rank divides by the number of ranks before the sum, as float16 ends at 65504; a step in which a number is larger is
-    left out.
+    Each rank divides by the number of ranks before the sum, because float16 overflows above 65504. A step with a larger value
+    is skipped.
 
     Examples:
         >>> from tfdist.compression import FP16

@@ -1,4 +1,4 @@
-"""Functions of tensors that XLA compiles, so that a codec's steps become few passes over the numbers."""
+"""Functions of tensors that XLA compiles, so that a codec makes few passes over the values."""
 
 from __future__ import annotations
 
@@ -9,18 +9,19 @@ import tensorflow as tf
 
 from tfdist.aliases import Function
 
-LEAST = 2**16  # numbers; XLA takes 0.1 s for each shape, which fewer would not gain back within thousands of steps
+# Minimum number of elements. XLA compiles each shape for 0.1 s, which smaller tensors do not save within thousands of steps.
+LEAST = 2**16
 
 
 def compiled(function: Function) -> Function:
-    """Returns a function that computes the same by XLA on CPUs, where its arguments have enough numbers.
+    """Returns a function that XLA compiles on CPUs if an argument has at least `LEAST` elements.
 
     XLA compiles once for each tuple of shapes in a process, however many graphs call the function. Other devices, builds of
     TensorFlow without XLA and small arguments get ordinary operations.
 
     Args:
-        function: Of tensors of static shapes, to tensors; without state, and without a shape that depends on values. Where bits
-            count, it must not round a product that it then adds: XLA makes one operation of both, which rounds once.
+        function: Maps tensors of static shapes to tensors, without state and without shapes that depend on values. For equal bits
+            with and without XLA it must not add an inexact product: XLA fuses both operations, which rounds once.
     """
     traces: dict[tuple[Any, ...], Any] = {}
 
@@ -30,7 +31,7 @@ def compiled(function: Function) -> Function:
             return function(*tensors)
         specs = tuple(tf.TensorSpec(tensor.shape, tensor.dtype) for tensor in tensors)
         if specs not in traces:
-            with tf.init_scope():  # so that the trace belongs to no graph of a model
+            with tf.init_scope():  # so that the trace is independent of the model's graph
                 traces[specs] = tf.function(function, autograph=False, jit_compile=True).get_concrete_function(*specs)
         return traces[specs](*tensors)
 
@@ -38,9 +39,9 @@ def compiled(function: Function) -> Function:
 
 
 def _compiles() -> bool:
-    """Returns whether XLA compiles for the devices of this process, and for the graph that is being made."""
+    """Returns whether XLA compiles for this process's devices and for the graph that is being traced."""
     with tf.init_scope():
-        return tf.executing_eagerly() and _has_xla()  # a tf.Graph of its own only plans
+        return tf.executing_eagerly() and _has_xla()  # a separate tf.Graph is never run (`bytes_per_step`)
 
 
 @functools.cache

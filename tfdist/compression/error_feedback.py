@@ -1,4 +1,4 @@
-"""Adds to each gradient the residual that earlier steps have not transmitted."""
+"""Error feedback: adds to each gradient the residual that earlier steps have not transmitted."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from tfdist.compression.wrapper import Wrapper
 
 @dataclasses.dataclass(frozen=True)
 class ErrorFeedback(Wrapper):
-    """Adds the residual of earlier steps to each gradient (Seide et al. 2014; Karimireddy et al.,
+    """A wrapper that adds the residual of earlier steps to each gradient (Seide et al. 2014; Karimireddy et al.,
     arXiv:1901.09847).
 
     At every step the sum of all totals so far, plus the sum of all ranks' residuals, is the sum of all gradients so far.
@@ -23,7 +23,7 @@ class ErrorFeedback(Wrapper):
         compressor: The compressor.
 
     Raises:
-        ConfigError: It is no compressor, or one that chooses by name.
+        ConfigError: `compressor` is not a compressor, or chooses by variable name.
 
     Examples:
         >>> from tfdist.compression import ErrorFeedback, TopK
@@ -37,7 +37,9 @@ class ErrorFeedback(Wrapper):
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
-        whole = [value + residual for value, (residual, *_) in zip(values, states, strict=True)]
-        reduced = yield from self.compressor.exchange(whole, [state[1:] for state in states], member)
-        residuals = [value - sent for value, sent in zip(whole, reduced.contributions, strict=True)]
-        return reduced._replace(states=[(rest, *state) for rest, state in zip(residuals, reduced.states, strict=True)])
+        corrected = [value + residual for value, (residual, *_) in zip(values, states, strict=True)]
+        reduced = yield from self.compressor.exchange(corrected, [state[1:] for state in states], member)
+        residuals = [value - sent for value, sent in zip(corrected, reduced.contributions, strict=True)]
+        return reduced._replace(
+            states=[(residual, *state) for residual, state in zip(residuals, reduced.states, strict=True)]
+        )

@@ -16,13 +16,13 @@ def create(compression: Any) -> Any:
     """Returns the compressor for a configuration, with the wrappers that its arguments ask for.
 
     Args:
-        compression: A name, as of `CompressionConfig`, a `CompressionConfig`, a compressor, or None.
+        compression: The name of a `CompressionConfig`, a `CompressionConfig`, a compressor, or None.
 
     Returns:
         A `Compressor`, or None for None and `"none"`.
 
     Raises:
-        ConfigError: There is no such compressor, or an argument is out of range.
+        ConfigError: The compressor is unknown, or an argument is out of range.
 
     Examples:
         >>> import tfdist.compression
@@ -41,13 +41,13 @@ def create(compression: Any) -> Any:
         raise ConfigError(faults)
     if config.name == "none":
         return None
-    made = config.compressor_class()
+    cls = config.compressor_class()
     arguments = config.all_options()
-    around = {
-        name: arguments.pop(name) for name in arguments.keys() - {field.name for field in dataclasses.fields(made)}
+    wrapper_options = {
+        name: arguments.pop(name) for name in arguments.keys() - {field.name for field in dataclasses.fields(cls)}
     }
-    compressor = made(**arguments)
-    if around.get("use_error_feedback"):
+    compressor = cls(**arguments)
+    if wrapper_options.get("use_error_feedback"):
         compressor = ErrorFeedback(compressor)
-    steps = around.get("start_powerSGD_iter") or around.get("warmup_steps")
+    steps = wrapper_options.get("start_powerSGD_iter") or wrapper_options.get("warmup_steps")
     return Warmup(compressor, steps) if steps else compressor

@@ -1,4 +1,4 @@
-"""Eight bits for each number."""
+"""Compression to integers of 8 bits."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from tfdist.config.compression import Int8Options
 from tfdist.errors import ConfigError
 
 _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
-_LANES = 4  # numbers of 8 bits in an int32
+_LANES = 4  # 8-bit values in an int32
 _LEVELS = 127
-_SMALLEST = 2.0**-113  # of a block of less, the inverse would overflow: it counts as zeros
-_DIGITS, _NAN = ~0x7F, 0x7FC00000  # as bits of float32
+_SMALLEST = 2.0**-113  # blocks with a smaller maximum are sent as zeros: the inverse of their scale would overflow
+_SCALE_MASK, _NAN = ~0x7F, 0x7FC00000  # a mask of a float32's bits, and the bits of NaN
 
 
 class _Int8RowCodec(RowCodec):
-    """With a scale for each row. Not compiled: there are other numbers of rows from step to step."""
+    """An encoding with a scale for each row. Not compiled, because the number of rows changes from step to step."""
 
     def pack(self, rows: tf.Tensor) -> tf.Tensor:
         return _pack_blocks(tf.pad(rows, [[0, 0], [0, -rows.shape[1] % _LANES]]))
@@ -34,12 +34,13 @@ class _Int8RowCodec(RowCodec):
 
 @dataclasses.dataclass(frozen=True)
 class Int8(Int8Options, Compressor):
-    """Rounds to 8 bits, block by block: q = round(x / s), s = max|x| / 127 (Dettmers, arXiv:2110.02861).
+    """Compression to 8 bits, block by block: q = round(x / s), s = max|x| / 127 (Dettmers, arXiv:2110.02861).
 
-    With `transport="two_shot"` each rank sums one part of all ranks' numbers and sends its sum, rounded again, to all: 8 bits
-    and a scale for each block, twice, however many ranks there are. Of the second rounding's error the rank that made it
-    is held to account, in `sent`. With `transport="sum"` all ranks round alike, to fewer levels, so that four numbers
-    are added in one int32: no second rounding, but levels of 1 / (127 // ranks) of the largest number.
+    With `transport="two_shot"` each rank sums one part of all ranks' values and sends its sum, rounded again, to all ranks. So
+    8 bits per value and a scale per block are sent twice, whatever the number of ranks. The error of the second rounding is
+    attributed, in `contributions`, to the rank that made it. With `transport="sum"` all ranks use the same scales and fewer
+    levels, so that one int32 addition adds four values. There is no second rounding, but levels are 1 / (127 // ranks) of the
+    largest value.
 
     Its arguments are the fields of `Int8Options`.
 
@@ -72,27 +73,29 @@ class Int8(Int8Options, Compressor):
         return ReduceResult(totals, sent, list(states))
 
     def _blocks(self, value: tf.Tensor) -> tf.Tensor:
-        """Returns `[blocks, block]`, the last one filled up with zeros."""
+        """Returns `[blocks, block]`; the last block is padded with zeros."""
         numbers = tf.reshape(value, [-1])
-        if rest := -numbers.shape[0] % self.block:
-            numbers = tf.pad(numbers, [[0, rest]])
+        if padding := -numbers.shape[0] % self.block:
+            numbers = tf.pad(numbers, [[0, padding]])
         return tf.reshape(numbers, [-1, self.block])
 
     def _two_shot(self, values: Sequence[tf.Tensor], member: RankContext) -> _Blocks:
         packed = [_pack(blocks) for blocks in values]
         counts = [blocks.shape[0] for blocks in values]
-        rest = -sum(counts) % member.size
-        rows = tf.reshape(tf.pad(tf.concat(packed, 0), [[0, rest], [0, 0]]), [member.size, -1, packed[0].shape[1]])
+        padding = -sum(counts) % member.size
+        rows = tf.reshape(tf.pad(tf.concat(packed, 0), [[0, padding], [0, 0]]), [member.size, -1, packed[0].shape[1]])
         received = yield AllToAll(rows)
         rounded = _sum_and_pack(received)
         total = tf.reshape((yield AllGather(rounded)), [-1, rounded.shape[1]])
-        # A compiled function of its own, as graphs leave it out where nobody asks what was sent.
+        # A separate compiled function, so that TensorFlow prunes it from graphs that do not use the contributions.
         sent = _contribution(rows, _error(received, rounded), tf.one_hot(member.rank, member.size))
         totals = _unpack(total)
-        return tuple(tf.split(tf.reshape(tensor, [-1, self.block]), [*counts, rest])[:-1] for tensor in (totals, sent))
+        return tuple(
+            tf.split(tf.reshape(tensor, [-1, self.block]), [*counts, padding])[:-1] for tensor in (totals, sent)
+        )
 
     def _sum(self, values: Sequence[tf.Tensor], member: RankContext) -> _Blocks:
-        # Each lane holds the sum of all ranks' levels, 0 to 254, so that none carries into the next.
+        # Each lane holds the sum of all ranks' levels, 0 to 254, so that no lane carries into the next one.
         levels = _LEVELS // member.size
         if not levels:
             raise ConfigError(
@@ -111,18 +114,18 @@ class Int8(Int8Options, Compressor):
 
 def _pack_blocks(numbers: tf.Tensor) -> tf.Tensor:
     """Returns `[..., blocks, 1 + block / 4]` int32, scale and numbers, of `[..., blocks, block]` float32."""
-    magnitudes = tf.where(tf.math.is_nan(numbers), math.inf, tf.abs(numbers))  # XLA's maximum leaves NaN out
+    magnitudes = tf.where(tf.math.is_nan(numbers), math.inf, tf.abs(numbers))  # XLA's maximum ignores NaN
     largest = tf.reduce_max(magnitudes, -1, keepdims=True)
     counts = largest > _SMALLEST
     rounded = tf.round(numbers * tf.where(counts, _LEVELS / largest, 0))
-    # 17 digits, so that 8 bits times the scale is exact: it is the same number whether or not XLA adds to it at once.
-    scale = tf.bitwise.bitwise_and(tf.bitcast(tf.where(counts, largest * (1 / _LEVELS), 0), tf.int32), _DIGITS)
-    scale = tf.where(largest < math.inf, scale, _NAN)  # as what is infinite in 8 bits depends on who rounds
+    # 17 significant bits, so that the product of 8 bits and the scale is exact, whether or not XLA fuses it with an addition.
+    scale = tf.bitwise.bitwise_and(tf.bitcast(tf.where(counts, largest * (1 / _LEVELS), 0), tf.int32), _SCALE_MASK)
+    scale = tf.where(largest < math.inf, scale, _NAN)  # the cast of infinity to 8 bits depends on the implementation
     return tf.concat([scale, _lanes(tf.cast(rounded, tf.int8))], -1)
 
 
 def _lanes(rounded: tf.Tensor) -> tf.Tensor:
-    """Returns `[..., block / 4]` int32 of `[..., block]` numbers of 8 bits."""
+    """Returns `[..., block / 4]` int32 of `[..., block]` 8-bit values."""
     lanes = tf.concat([tf.shape(rounded)[:-1], [rounded.shape[-1] // _LANES, _LANES]], 0)
     return tf.bitcast(tf.reshape(rounded, lanes), tf.int32)
 
@@ -136,7 +139,7 @@ def _unpack_blocks(packed: tf.Tensor) -> tf.Tensor:
 
 
 def _sum(packed: tf.Tensor) -> tf.Tensor:
-    """Returns `[blocks, block]`, the sum of `[size, blocks, words]`, in the order of the ranks by XLA and without it."""
+    """Returns `[blocks, block]`, the sum of `[size, blocks, words]`, added in rank order both with and without XLA."""
     return tf.add_n(tf.unstack(_unpack_blocks(packed)))
 
 
@@ -147,5 +150,5 @@ _contribution = compiled(lambda rows, error, own: _unpack_blocks(rows) - own[:, 
 
 
 def _inverse(scale: tf.Tensor) -> tf.Tensor:
-    """Returns 1 / scale, and 0 where that would overflow: such a block counts as zeros."""
+    """Returns 1 / scale, or 0 where that would overflow: such a block is sent as zeros."""
     return tf.where(scale > 2.0**-120, 1 / scale, 0)

@@ -1,4 +1,4 @@
-"""Another compressor for some variables."""
+"""A choice of compressors by variable name."""
 
 from __future__ import annotations
 
@@ -15,15 +15,15 @@ from tfdist.errors import ConfigError
 
 @dataclasses.dataclass(frozen=True)
 class PerVariable(Compressor):
-    """Chooses by a variable's name; of the rules that fit, the first one counts. Outside of all other wrappers.
+    """A choice of compressors by variable name: the first matching rule applies. Must be the outermost wrapper.
 
     Args:
-        rules: Regular expressions, which are searched in a variable's path as `"dense/kernel"`, to compressors; None means no
-            compression. A variable that a rule names is compressed even if it is small.
+        rules: Maps regular expressions, searched in a variable's path such as `"dense/kernel"`, to compressors; None means no
+            compression. A variable that matches a rule is compressed even if it is small.
         default: For all other variables; None means no compression.
 
     Raises:
-        ConfigError: A rule is no regular expression, or has no compressor.
+        ConfigError: A key is not a regular expression, or a value is neither a compressor nor None.
 
     Examples:
         >>> from tfdist.compression import Int8, PerVariable, TopK
@@ -71,4 +71,6 @@ class PerVariable(Compressor):
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
-        raise NotImplementedError("Layout asks `for_variable` which compressor's exchange a variable has.")
+        raise NotImplementedError(
+            "PerVariable has no exchange: `for_variable` returns the compressor of each variable."
+        )

@@ -1,4 +1,4 @@
-"""Gradients as products of two thin matrices."""
+"""Compression of gradients to products of two thin matrices."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ from tfdist.collectives.requests import AllReduce, Exchange, RankContext, Reduce
 from tfdist.compression.base import Compressor, StateSpec
 from tfdist.config.compression import PowerSGDOptions
 
-_NOTHING = 1e-5  # of a column's length: float32 has no more digits
+_ROUNDING = 1e-5  # fraction of a column's length below which float32 holds only rounding errors
 
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGD(PowerSGDOptions, Compressor):
-    """Sums a gradient M [p, q] as P [p, r] Q [q, r]^T, by one power iteration a step (Vogels et al., arXiv:1905.13727).
+    """The sum of a gradient M [p, q] as P [p, r] Q [q, r]^T, by one power iteration per step (Vogels et al., arXiv:1905.13727).
 
-    P = orthogonal(sum M Q), then Q = mean M^T P, two dependent all-reduces; the next step begins with this Q. A kernel's
-    last axis is q and all others are p, which for Keras' layouts makes the thinnest matrices. Biased: it wants error
-    feedback around it.
+    P = orthogonal(sum M Q), then Q = mean M^T P, two dependent all-reduces; the next step starts with this Q. A kernel's
+    last axis is q and all other axes together are p, which gives the thinnest matrices for Keras' layouts. The sum is biased:
+    wrap the compressor in `ErrorFeedback`.
 
     Its arguments are the fields of `PowerSGDOptions`.
 
@@ -36,7 +36,7 @@ class PowerSGD(PowerSGDOptions, Compressor):
         return (StateSpec("q", q_shape, True, self._random),) if q_shape and self.warm_start else ()
 
     def _q_shape(self, shape: Sequence[int]) -> tuple[int, int] | None:
-        """Returns the shape of Q, or None where it does not pay."""
+        """Returns the shape of Q, or None if the gradient is not compressed."""
         if len(shape) < 2 or 0 in shape:
             return None
         q = int(shape[-1])
@@ -70,35 +70,37 @@ class PowerSGD(PowerSGDOptions, Compressor):
             totals[index] = total
         for index, p, q, rank_q, old in zip(compressible, p_matrices, q_matrices, local_q, previous_q, strict=True):
             mean = q / member.size
-            # The sum is the same if each rank counts the mean's part as its own, as torch does; but then in what it has left,
-            # the ranks' differences add up step by step, and its length grows without bounds.
+            # Attributing the mean to every rank, as torch does, gives the same sum. But then the ranks' differences add up in
+            # their residuals, step by step, and the residuals grow without bound.
             contributions[index] = tf.reshape(tf.matmul(p, rank_q, transpose_b=True), values[index].shape)
             totals[index] = tf.reshape(tf.matmul(p, q, transpose_b=True), values[index].shape)
-            if self.warm_start:  # a column of zeros would stay so without limit
+            if self.warm_start:  # a column of zeros would stay zero in all later steps
                 new_states[index] = (tf.where(tf.reduce_any(tf.not_equal(mean, 0), 0), mean, old),)
         return ReduceResult(totals, contributions, new_states)
 
     def _orthogonal(self, matrices: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-        """Returns orthonormal columns with the spans of the matrices' (Gram-Schmidt), equal shapes at once.
+        """Returns matrices with orthonormal columns and the same spans (Gram-Schmidt), batched by shape.
 
-        A column of which nothing but rounding errors is left becomes zeros. Each is projected twice, as once leaves some of the
-        others in it. The sums along an axis are no matrix products, which TensorFlow cuts into as many parts as it has threads: the
-        result must be the same to the bit on workers with other numbers of them.
+        A column that is reduced to rounding errors becomes zeros. Each column is projected twice, because one projection leaves
+        some of the other columns in it. Sums along an axis replace matrix products, which TensorFlow splits by its number of threads:
+        workers with different numbers of threads must compute the same bits.
         """
         results = list(matrices)
         for shape in dict.fromkeys(tuple(matrix.shape) for matrix in matrices):
-            places = [place for place, matrix in enumerate(matrices) if tuple(matrix.shape) == shape]
-            stacked = tf.stack([matrices[place] for place in places])
+            indices = [index for index, matrix in enumerate(matrices) if tuple(matrix.shape) == shape]
+            stacked = tf.stack([matrices[index] for index in indices])
             stacked = tf.math.divide_no_nan(stacked, tf.reduce_max(tf.abs(stacked), [1, 2], keepdims=True))
             done = stacked[:, :, :0]
             for number in range(shape[1]):
-                whole = column = stacked[:, :, number : number + 1]
+                original = column = stacked[:, :, number : number + 1]
                 for _ in range(2 if number else 0):
                     parts = tf.reduce_sum(done * column, 1, keepdims=True)
                     column -= tf.reduce_sum(done * parts, 2, keepdims=True)
-                length, before = (tf.norm(vectors, axis=1, keepdims=True) for vectors in (column, whole))
-                column = tf.where(length <= _NOTHING * before, 0.0, column / (length + self.orthogonalization_epsilon))
+                length, original_length = (tf.norm(vectors, axis=1, keepdims=True) for vectors in (column, original))
+                column = tf.where(
+                    length <= _ROUNDING * original_length, 0.0, column / (length + self.orthogonalization_epsilon)
+                )
                 done = tf.concat([done, column], 2)
-            for place, result in zip(places, tf.unstack(done), strict=True):
-                results[place] = result
+            for index, result in zip(indices, tf.unstack(done), strict=True):
+                results[index] = result
         return results

@@ -1,4 +1,4 @@
-"""The largest numbers alone."""
+"""Compression to the largest values."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from tfdist.compression import compiled
 from tfdist.compression.base import Compressor
 from tfdist.config.compression import TopKOptions
 
-_SMALLEST = 2.0**-126  # what is less is zero to TensorFlow
+_SMALLEST = 2.0**-126  # TensorFlow flushes smaller magnitudes to zero
 _RUN = 16
 
 
 @dataclasses.dataclass(frozen=True)
 class TopK(TopKOptions, Compressor):
-    """Sends of each gradient the numbers that are largest by magnitude, with their places (Aji and Heafield,
+    """Compression to the values of largest magnitude, sent with their indices (Aji and Heafield,
     arXiv:1704.05021; Stich et al., arXiv:1809.07599).
 
-    Biased: it wants error feedback around it. The others get 64 bits for each number sent, from each rank: with N ranks it
-    takes fewer bytes than an all-reduce of 16 bits if `compress_ratio` is less than 1 / (2 N).
+    The sum is biased: wrap the compressor in `ErrorFeedback`. Each rank sends 64 bits per selected value to all other ranks.
+    With N ranks this takes fewer bytes than an all-reduce of 16 bits if `compress_ratio` is less than 1 / (2 N).
 
     Its arguments are the fields of `TopKOptions`.
 
@@ -35,7 +35,7 @@ class TopK(TopKOptions, Compressor):
 
     @property
     def supports_adaptive_optimizers(self) -> bool:
-        return False  # their second moments become those of rare, large numbers
+        return False  # their second moments would be those of rare, large values
 
     def exchange(
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
@@ -61,7 +61,7 @@ class TopK(TopKOptions, Compressor):
         )
 
     def _choose(self, numbers: tf.Tensor, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-        """Returns `[k]` int32 places, and how many of them count."""
+        """Returns `[k]` int32 indices, and the number of valid ones."""
         count = numbers.shape[0]
         k = math.ceil(self.compress_ratio * count)
         if self.selection == "exact" or count <= self.samples:
@@ -70,7 +70,7 @@ class TopK(TopKOptions, Compressor):
         sample = tf.abs(numbers[tf.cast(step % stride, tf.int32) :: stride])
         threshold = tf.math.top_k(sample, math.ceil(self.compress_ratio * self.samples)).values[-1]
         indices = tf.cast(_at_least(numbers, tf.maximum(threshold, _SMALLEST)), tf.int32)
-        # Of too many, others are left out at each step.
+        # If more than k values reach the threshold, drop different ones at each step.
         first = step * k % tf.maximum(tf.size(indices, tf.int64), 1)
         indices = tf.roll(indices, -first, 0)[:k]
         num_selected = tf.size(indices)
@@ -78,9 +78,9 @@ class TopK(TopKOptions, Compressor):
 
 
 def _at_least(numbers: tf.Tensor, threshold: tf.Tensor) -> tf.Tensor:
-    """Returns the places `[found]`, in order, of numbers whose magnitude is the threshold or more.
+    """Returns the indices, in rising order, of the values whose magnitude is at least `threshold`.
 
-    It looks first for runs that have any, as few do: to find places takes longer than to compare.
+    First selects the few runs that have such values, because `tf.where` takes longer than a comparison.
     """
     count = numbers.shape[0]
     in_runs = count - count % _RUN
@@ -94,17 +94,17 @@ def _at_least(numbers: tf.Tensor, threshold: tf.Tensor) -> tf.Tensor:
 
 @compiled.compiled
 def _any_at_least(numbers: tf.Tensor, threshold: tf.Tensor) -> tf.Tensor:
-    """Returns `[runs]`, whether any number of each whole run has at least this magnitude."""
+    """Returns `[runs]`, True for each complete run that has a value of at least this magnitude."""
     runs = tf.reshape(numbers[: numbers.shape[0] // _RUN * _RUN], [-1, _RUN])
     return tf.reduce_any(tf.abs(runs) >= threshold, 1)
 
 
 def _scatter(indices: tf.Tensor, values: tf.Tensor, template: tf.Tensor) -> tf.Tensor:
-    """Returns the numbers, of one rank after another, added up at their places, in the same order on all ranks."""
+    """Returns the sums of all ranks' values at their indices, added in rank order, so that all ranks compute the same bits."""
     count = template.shape.num_elements()
     if not tf.config.get_visible_devices("GPU"):
         total = tf.math.unsorted_segment_sum(tf.reshape(values, [-1]), tf.reshape(indices, [-1]), count)
-    else:  # which adds what meets at a place in any order, so that ranks would drift apart: one rank after another
+    else:  # a GPU adds values of equal indices in any order, so that ranks would drift apart: add rank by rank
         total = tf.zeros([count])
         for rank_indices, rank_values in zip(tf.unstack(indices), tf.unstack(values), strict=True):
             total = tf.tensor_scatter_nd_add(total, rank_indices[:, tf.newaxis], rank_values)

@@ -1,4 +1,4 @@
-"""The first steps, in which gradients change fast, without compression."""
+"""Warm-up: the first steps, in which gradients change fast, are not compressed."""
 
 from __future__ import annotations
 
@@ -15,14 +15,14 @@ from tfdist.config.options import option
 
 @dataclasses.dataclass(frozen=True)
 class Warmup(Wrapper):
-    """Compresses from some step on.
+    """A wrapper that compresses after the first `steps` updates.
 
     Args:
-        compressor: The compressor afterwards.
+        compressor: The compressor after these updates.
         steps: The number of updates without compression.
 
     Raises:
-        ConfigError: It is no compressor, or one that chooses by name; or the number is negative.
+        ConfigError: `compressor` is not a compressor, or chooses by variable name; or `steps` is negative.
 
     Examples:
         >>> from tfdist.compression import TopK, Warmup

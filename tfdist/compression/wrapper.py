@@ -1,4 +1,4 @@
-"""Compressors around other compressors."""
+"""The base class of compressors that wrap another one."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ class Wrapper(Compressor):
     compressor: Compressor
 
     def __post_init__(self) -> None:
-        """As any compressor's; a wrapper needs one that sees values, not names."""
+        """Validates the arguments; the wrapped compressor must not choose by variable name."""
         super().__post_init__()
         if (
             not isinstance(self.compressor, Compressor)
@@ -28,7 +28,7 @@ class Wrapper(Compressor):
 
     @property
     def row_codec(self) -> RowCodec:
-        """The encoding of rows."""
+        """The encoding of gathered rows."""
         return self.compressor.row_codec
 
     @property
@@ -38,7 +38,7 @@ class Wrapper(Compressor):
 
     @property
     def supports_adaptive_optimizers(self) -> bool:
-        """True if it works with adaptive optimizers such as Adam."""
+        """True if the compressor works with adaptive optimizers such as Adam."""
         return self.compressor.supports_adaptive_optimizers
 
     @property
@@ -47,5 +47,5 @@ class Wrapper(Compressor):
         return self.compressor.granularity
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
-        """Returns the state that a value of this shape has."""
+        """Returns the specs of the state for a value of this shape."""
         return self.compressor.state_specs(shape)

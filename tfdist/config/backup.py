@@ -19,10 +19,10 @@ class BackupConfig:
     """Schedule and folder of the backups of a training run; see `tfdist.BackupAndRestore`.
 
     Attributes:
-        save_freq: When to save: `"epoch"` (at the end of each), every so many steps (`"100"`), or `"never"` (no backups).
+        save_freq: When to save: `"epoch"` (at the end of each epoch), a number of steps between backups (`"100"`), or `"never"`.
         save_every_seconds: Also save when this many seconds have passed since the last backup; 0 means never.
         dir: The folder of the backups, shared by all tasks. Empty means `backup` in the work directory.
-        keep: How many backups to keep.
+        keep: Number of backups to keep.
         delete_checkpoint: Whether to remove the backups once all results are written.
         save_before_preemption: Whether all tasks save, and exit with code 75, when any task receives SIGTERM.
 

@@ -1,6 +1,6 @@
-"""The field `callbacks`: which callbacks of Keras, or of your own, a run has. No TensorFlow here.
+"""The field `callbacks`: the callbacks of a run, Keras' or your own. No TensorFlow here.
 
-Such as `EarlyStopping(monitor=val_loss, patience=3); package.module:function`. Values are Python's literals; a word is a text.
+An example is `EarlyStopping(monitor=val_loss, patience=3); package.module:function`. Values are Python literals; a bare word is a text.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from tfdist.config import registry
 from tfdist.config.ranges import MOST_STEPS, Range
 from tfdist.errors import ConfigError, collect_errors, describe_error, format_value, unknown_name_message
 
-_Check = tuple[str, Callable[[Any], bool]]  # what a value must be, for messages, and whether it is
+_Check = tuple[str, Callable[[Any], bool]]  # the requirement, for messages, and the function that checks it
 
 
 def _number(allowed: Range, expected: str = "", optional: bool = False) -> _Check:
@@ -39,8 +39,8 @@ _FREQ: _Check = "'epoch' or a number of steps, 1 or more", lambda value: value =
 _HEADERS: _Check = "None or a dict", lambda value: value is None or isinstance(value, dict)
 _CHARACTER: _Check = "one character", lambda value: isinstance(value, str) and len(value) == 1
 _MONITORS = {"monitor": _TEXT, "mode": _MODE, "verbose": _count()}
-# The callbacks of Keras whose arguments are numbers and texts, and which no field of their own makes, with what Keras does
-# not check, or only after an epoch.
+# Keras' callbacks whose arguments are numbers and texts, without those that have their own config field. The checks cover what
+# Keras does not check, or checks only after an epoch.
 CALLBACKS: dict[str, dict[str, _Check]] = {
     "CSVLogger": {"filename": _TEXT, "separator": _CHARACTER, "append": _BOOL},
     "EarlyStopping": {
@@ -76,13 +76,13 @@ _REQUIRED = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}
 
 
 def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the names of callbacks, each with its arguments.
+    """Returns the names of the callbacks, each with its arguments.
 
     Args:
-        text: The field.
+        text: The field's value.
 
     Raises:
-        ConfigError: It is not of the form above, or a name or argument of Keras' is unknown.
+        ConfigError: The text is not of the form above, or a name or argument of a Keras callback is unknown.
     """
     faults: list[str] = []
     parsed = []
@@ -95,7 +95,7 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
 
 
 def faults(text: str) -> Iterator[str]:
-    """Yields a sentence for each fault of the field that shows before TensorFlow is loaded."""
+    """Yields a message for each error of the field that can be detected before TensorFlow is loaded."""
     try:
         parse(text)
     except ConfigError as e:
@@ -103,10 +103,10 @@ def faults(text: str) -> Iterator[str]:
 
 
 def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
-    name, bracket, rest = text.partition("(")
+    name, bracket, arguments_text = text.partition("(")
     name = name.strip()
     try:
-        call = ast.parse(f"f({rest}" if bracket else "f()", mode="eval").body
+        call = ast.parse(f"f({arguments_text}" if bracket else "f()", mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError
         arguments = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
@@ -157,7 +157,7 @@ def _checkpoint_faults(arguments: dict[str, Any]) -> Iterator[str]:
         return
     try:
         names = placeholders(path)
-        # As Keras does, which counts epochs and batches from 1; metrics are floats.
+        # Format the path as Keras does: epochs and batches count from 1, and metrics are floats.
         written = path.format(**{name: 1 if name in ("epoch", "batch") else 0.5 for name in names})
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, MemoryError) as e:  # {epoch:99999999999}
         yield (
@@ -166,21 +166,21 @@ def _checkpoint_faults(arguments: dict[str, Any]) -> Iterator[str]:
         )
         return
     freq = arguments.get("save_freq", "epoch")
-    lacking = [name for name in names if (name == "batch" if freq == "epoch" else name.startswith("val_"))]
-    if lacking:
+    unknown = [name for name in names if (name == "batch" if freq == "epoch" else name.startswith("val_"))]
+    if unknown:
         when = "after an epoch" if freq == "epoch" else "after a batch"
-        yield f"callbacks: filepath of ModelCheckpoint has {{{lacking[0]}}}, which is not known {when}; see save_freq. {received}."
+        yield f"callbacks: filepath of ModelCheckpoint has {{{unknown[0]}}}, which is not known {when}; see save_freq. {received}."
     if why := why_no_file(written):
         yield f"callbacks: filepath of ModelCheckpoint must be a file that can be written. {received} ({why})."
 
 
 def placeholders(path: str) -> list[str]:
-    """Returns the names in braces in the path of a checkpoint. Raises ValueError where its braces do not match."""
+    """Returns the names in braces in a checkpoint's path. Raises ValueError if the braces do not match."""
     return [name for _, name, _, _ in string.Formatter().parse(path) if name is not None]
 
 
 def why_no_file(path: str) -> str:
-    """Returns why a path cannot be a file's, on any host; empty where it can."""
+    """Returns why a path cannot be a file's path on any host, or an empty text if it can."""
     if "\0" in path:
         return "a path has no null character"
     try:
@@ -193,10 +193,10 @@ def why_no_file(path: str) -> str:
 
 
 def monitored(text: str) -> Iterator[tuple[str, str]]:
-    """Yields name and metric of the callbacks of Keras that follow a metric, where the field is sound.
+    """Yields the name and the metric of each Keras callback that follows a metric.
 
     Args:
-        text: The field.
+        text: The field's value, which must be valid.
     """
     for name, arguments in parse(text):
         follows = name != "ModelCheckpoint" or arguments.get("save_best_only") or "monitor" in arguments
@@ -218,6 +218,6 @@ def resolve(name: str) -> Any:
     """Returns the class or function of a callback. Imports TensorFlow.
 
     Raises:
-        ConfigError: There is none of your own of this name.
+        ConfigError: The user's own callback of this name does not exist.
     """
     return registry.resolve("callback", name, {callback: f"keras.callbacks:{callback}" for callback in CALLBACKS})

@@ -1,4 +1,4 @@
-"""`ClusterConfig`: which tasks take part, or how many to start here. No TensorFlow here."""
+"""`ClusterConfig`: the tasks of a cluster, or the number of tasks to start here. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -8,16 +8,18 @@ from typing import Any
 
 @dataclasses.dataclass
 class ClusterConfig:
-    """The cluster: what the environment or `hosts` describe, or else one that is started on this machine.
+    """The cluster: that of the environment or of `hosts`, or else a cluster that is started on this machine.
 
     Attributes:
-        workers: Training tasks to start on this machine, one process each, where there is no cluster.
-        ps: Parameter servers: so many more processes, and a chief on top; or so many of the ranks that a scheduler has started.
-        evaluator: 1 starts one process more on this machine, which evaluates each backup beside the training; 0 does not.
-        source: Who is asked for the cluster: one of `tfdist.cluster.resolvers.discovery.RESOLVERS`, an installed one, `"auto"` for all in turn, or `"none"`.
-        hosts: Or the training tasks' addresses, as `host1:2222,host2:2222`; likewise `ps_hosts`, the parameter servers', or
-            `hostfile`, a file with a line `host slots=2` for each host.
-        task: Which of them this process is, as `worker:1`; empty means the one that is on this host.
+        workers: Number of training tasks to start on this machine, one process each, if the environment describes no cluster.
+        ps: Number of parameter servers. On this machine they are started besides the workers, with a chief; under a scheduler
+            the last `ps` ranks are servers.
+        evaluator: 1 starts another process on this machine, which evaluates each backup during the training; 0 does not.
+        source: The resolver of the cluster: a name in `tfdist.cluster.resolvers.discovery.RESOLVERS` or of an installed resolver, `"auto"` for all in
+            turn, or `"none"`.
+        hosts: The training tasks' addresses instead, as `host1:2222,host2:2222`. `ps_hosts` has the parameter servers' addresses;
+            `hostfile` names a file in place of `hosts`, with a line `host slots=2` for each host.
+        task: This process's task, as `worker:1`; empty means the task of this host.
 
     Examples:
         >>> from tfdist.config import ClusterConfig
@@ -44,5 +46,5 @@ FLAGS = {
     "hosts": "The training tasks' addresses, as host1:2222,host2:2222.",
     "ps_hosts": "The parameter servers' addresses; the first of `hosts` is then the chief.",
     "hostfile": "A file in place of --hosts, with a line `host slots=2` for each host.",
-    "task": "Which of the tasks this process is, as worker:1. Default: the one of this host.",
+    "task": "This process's task, as worker:1. Default: the task of this host.",
 }

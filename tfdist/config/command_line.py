@@ -1,4 +1,4 @@
-"""Reads the flags of all commands except `tfdist train`. No TensorFlow here."""
+"""The flags of all commands except `tfdist train`. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -14,9 +14,7 @@ from tfdist.runtime.files import read_file
 
 def undefok_error() -> ConfigError:
     """Returns the error for absl's `--undefok`."""
-    return ConfigError(
-        "--undefok is not supported, as it hides misspelt flags: leave it out, and the flags that there are not."
-    )
+    return ConfigError("--undefok is not supported, as it hides misspelled flags: remove it, and the unknown flags.")
 
 
 def help_text(values: flags.FlagValues) -> str:
@@ -28,44 +26,44 @@ def read_flags(values: flags.FlagValues, argv: Sequence[str], known_only: bool =
     """Sets flags from a command line; returns the program's name and the arguments that are not flags.
 
     Args:
-        values: The flags that there are.
-        argv: The program's name and its arguments. Dashes in names of flags stand for underscores, and `--no-x` for `--nox`. If `values` stop at the first
-            word that is no flag (`set_gnu_getopt(False)`), it and all behind it are left as they are.
+        values: The defined flags.
+        argv: The program's name and its arguments. Dashes in flag names stand for underscores, and `--no-x` for `--nox`. If `values` stop
+            at the first word that is not a flag (`set_gnu_getopt(False)`), that word and all later ones are returned unchanged.
         known_only: Whether to leave unknown flags to the caller.
 
     Raises:
         ConfigError: A flag is unknown.
-        Error: Of absl: a value is none that the flag can have.
+        Error: absl rejects a flag's value.
     """
     try:
         remaining: list[str] = values([argv[0], *expand(values, argv[1:])], known_only=known_only)
     except flags.UnrecognizedFlagError as e:
         raise unknown_flag(f"--{e.flagname}", values) from e
     except flags.IllegalFlagValueError as e:
-        sentence = _in_other_words(str(e))
+        sentence = _rephrase(str(e))
         raise ConfigError(sentence) from e
     except ValueError as e:  # --nojson=3
         raise ConfigError(f"{e}.") from e
     return remaining
 
 
-def _in_other_words(text: str) -> str:
-    """Returns absl's message for a value that a flag cannot have, in the words of the other messages."""
+def _rephrase(text: str) -> str:
+    """Returns absl's message for an invalid value, in the form of tfdist's messages."""
     text = text.replace("invalid literal for int() with base 10:", "expected a whole number. Received:")
     text = text.replace("could not convert string to float:", "expected a number. Received:")
     return re.sub(r"\('Non-boolean argument to boolean flag', (.*)\)$", r"expected true or false. Received: \1", text)
 
 
 def unknown_flag(written: str, values: flags.FlagValues) -> ConfigError:
-    """Returns the error for a flag that there is not, with the nearest one."""
+    """Returns the error for an unknown flag, with the nearest known flag."""
     return ConfigError(unknown_name_message("flag", written, [f"--{name}" for name in values if len(name) > 1]))
 
 
 def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str, ...] = ()) -> Iterator[str]:
-    """Yields arguments with the lines of each `--flagfile` in its place, and with underscores for the dashes in names of known flags.
+    """Yields the arguments with each `--flagfile` replaced by its lines, and with underscores for the dashes in names of known flags.
 
     Args:
-        values: The flags that there are.
+        values: The defined flags.
         arguments: The arguments; values stay as they are.
         within: The flag files that are being read.
 

@@ -1,4 +1,4 @@
-"""`CompressionConfig`: how gradients are compressed, and the options of each compressor. No TensorFlow here."""
+"""`CompressionConfig`: the compression of gradients, and the options of each compressor. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ class WrapperOptions:
     """Options of the wrappers around a compressor that a configuration names.
 
     Attributes:
-        use_error_feedback: Whether the residual of a step is added to the next one; for `powersgd`, `topk` and custom compressors.
-        warmup_steps: Updates without compression before it begins; of `topk`; as an option of your own, too.
+        use_error_feedback: Whether a step's residual is added to the next step's gradient; for `powersgd`, `topk` and custom compressors.
+        warmup_steps: Updates without compression at the begin of the training; for `topk` and custom compressors.
     """
 
     use_error_feedback: bool = False
@@ -40,8 +40,8 @@ class Int8Options:
     """Options of `int8`.
 
     Attributes:
-        block: Numbers that share a scale, of `int8`; a power of two, at least 4.
-        transport: Of `int8`: `"two_shot"`, or `"sum"`, which needs one round and is less exact the more replicas there are.
+        block: Number of values that share a scale in `int8`; a power of two, at least 4.
+        transport: The algorithm of `int8`: `"two_shot"`, or `"sum"`, which needs one round and loses accuracy with more replicas.
     """
 
     block: int = option(
@@ -52,16 +52,16 @@ class Int8Options:
 
 @dataclasses.dataclass(frozen=True)
 class PowerSGDOptions:
-    """Options of `powersgd`, by the names of torch's `PowerSGDState`.
+    """Options of `powersgd`, with the names of torch's `PowerSGDState`.
 
     Attributes:
         matrix_approximation_rank: Columns of the two matrices of `powersgd`.
-        min_compression_rate: `powersgd` leaves matrices as they are that it would not make so many times smaller.
-        warm_start: Whether `powersgd` begins where the step before has ended, with state that is the same on all ranks;
-            otherwise with random numbers.
-        orthogonalization_epsilon: Added to the length of a column, in a matrix whose largest number is 1, before
-            it divides by it.
-        random_seed: Of the first matrices of `powersgd`.
+        min_compression_rate: Minimum compression ratio of `powersgd`; it sends a matrix that would shrink less uncompressed.
+        warm_start: Whether `powersgd` starts from the previous step's matrices, which are state that is equal on all ranks;
+            otherwise it starts from random matrices.
+        orthogonalization_epsilon: Added to each column's length before the division by it, in matrices scaled to a largest
+            value of 1.
+        random_seed: Seed of the first matrices of `powersgd`.
     """
 
     matrix_approximation_rank: int = option(4, *_at_least(1))
@@ -88,10 +88,10 @@ class TopKOptions:
     """Options of `topk`.
 
     Attributes:
-        compress_ratio: The share of each gradient's numbers that `topk` sends, at least one number.
-        selection: How `topk` finds them: `"exact"`; or `"sampled"`, several times as fast: those above a threshold that is
-            taken from some of the numbers, other ones at each step, and at most the share.
-        samples: Numbers of each gradient that `selection="sampled"` looks at.
+        compress_ratio: The share of each gradient's values that `topk` sends, at least one value.
+        selection: How `topk` selects the largest values: `"exact"`, or `"sampled"`, which is several times as fast. It sends
+            values above a threshold, at most the share, and estimates the threshold from a different sample at each step.
+        samples: Number of each gradient's values in the sample of `selection="sampled"`.
     """
 
     compress_ratio: float = option(0.01, "more than 0, and at most 1", lambda ratio: 0 < ratio <= 1)
@@ -106,7 +106,7 @@ class TopKWrapperOptions(WrapperOptions):
     use_error_feedback: bool = True
 
 
-# Compressor name to its class and the dataclasses of its options: the class's own, and of what goes around it.
+# Compressor name to its class and the dataclasses of its options: those of the class, and those of its wrappers.
 COMPRESSORS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "none": ("tfdist.compression.base:NoCompression", ()),
     "bf16": ("tfdist.compression.cast:BF16", ()),
@@ -119,10 +119,10 @@ COMPRESSORS: Mapping[str, tuple[str, tuple[type, ...]]] = {
 
 @dataclasses.dataclass(init=False, repr=False, eq=False)
 class CompressionConfig(NamedOptions):
-    """The compression of gradients on their way to the other replicas, as `CompressionConfig("powersgd", matrix_approximation_rank=2)`.
+    """The compression of gradients between replicas, as `CompressionConfig("powersgd", matrix_approximation_rank=2)`.
 
     Attributes:
-        name: One of `COMPRESSORS`, an installed one, or your own compressor as `package.module:Class`.
+        name: A name in `COMPRESSORS` or of an installed compressor, or your own as `package.module:Class`.
 
     Examples:
         >>> import tfdist
@@ -137,23 +137,23 @@ class CompressionConfig(NamedOptions):
     name: str = "none"
 
     def compressor_class(self) -> Any:
-        """Returns its compressor's class, imported.
+        """Imports and returns the compressor's class.
 
         Raises:
-            ConfigError: There is no such class, or it is no compressor.
+            ConfigError: The class does not exist, or is not a compressor.
         """
         compressor = registry.resolve("compression", self.name, {name: path for name, (path, _) in COMPRESSORS.items()})
         if not (
             isinstance(compressor, type) and dataclasses.is_dataclass(compressor) and hasattr(compressor, "exchange")
         ):
-            raise ConfigError(f"compression {self.name!r} is no subclass of tfdist.compression.Compressor.")
+            raise ConfigError(f"compression {self.name!r} is not a subclass of tfdist.compression.Compressor.")
         return compressor
 
     def option_fields(self) -> dict[str, dataclasses.Field[Any]]:
-        """Returns the fields of its options, by name; imports the user's own compressor.
+        """Returns the fields of the compressor's options, by name; imports a custom compressor.
 
         Raises:
-            ConfigError: There is no such compressor.
+            ConfigError: The compressor does not exist.
         """
         known = COMPRESSORS.get(self.name)
         kinds = known[1] if known else (WrapperOptions, self.compressor_class())
@@ -164,10 +164,10 @@ class CompressionConfig(NamedOptions):
         try:
             faults = list(self.option_faults())
             if self.name not in COMPRESSORS and not faults:
-                made, options = self.compressor_class(), self.all_options()
-                made(**{field.name: options[field.name] for field in dataclasses.fields(made) if field.name in options})
+                cls, options = self.compressor_class(), self.all_options()
+                cls(**{field.name: options[field.name] for field in dataclasses.fields(cls) if field.name in options})
         except ConfigError as e:
             faults = list(e.faults)
-        except Exception as e:  # of the user's own compressor
+        except Exception as e:  # raised by a custom compressor
             faults = [f"compression {self.name!r} cannot be made: {describe_error(e)}"]
         yield from faults

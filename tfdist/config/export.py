@@ -1,4 +1,4 @@
-"""`ExportConfig`: which models a run exports for TensorFlow Serving. No TensorFlow here."""
+"""`ExportConfig`: the models that a run exports for TensorFlow Serving. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ class ExportConfig:
 
     Attributes:
         best: The metric by which the best model is exported whenever it improves, such as `val_loss`; empty means none.
-        mode: Whether the metric shall fall (`min`) or rise (`max`); `auto` tells it by the metric's name.
+        mode: Whether a smaller (`min`) or larger (`max`) value of the metric is better; `auto` infers it from the metric's name.
         final: Whether the model at the end of the training is exported.
         dir: The folder; models go to `best/NUMBER` and `final/NUMBER` in it. Empty means `export` in the work directory.
 
@@ -48,13 +48,13 @@ def rises(field: str, metric: str, mode_field: str, mode: str) -> bool:
     """Returns whether a larger value of a metric is the better one.
 
     Args:
-        field: The option that gives the metric's name, for the error.
+        field: The option with the metric's name, for the error.
         metric: The metric's name.
-        mode_field: The option that gives the mode.
+        mode_field: The option with the mode, for the error.
         mode: One of `MODES`.
 
     Raises:
-        ConfigError: There is no such mode, or `auto` cannot tell it by the name.
+        ConfigError: The mode is unknown, or `auto` cannot infer it from the metric's name.
     """
     if mode not in MODES:
         raise ConfigError(unknown_name_message(mode_field, mode, MODES))

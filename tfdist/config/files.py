@@ -1,4 +1,4 @@
-"""Loads the value of `--config`: a Python file, a preset's name, or the `config.json` of a run. No TensorFlow here."""
+"""The loader of `--config`: a Python file, a preset's name, or the `config.json` of a run. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ from tfdist.runtime.files import read_file
 
 
 def load(path: str) -> TrainConfig:
-    """Returns the configuration that a file or preset holds.
+    """Returns the configuration of a file or a preset.
 
     Args:
-        path: A Python file whose `get_config()` returns it, a JSON file as a run writes it, or a preset's name.
+        path: A Python file whose `get_config()` returns the configuration, a run's `config.json`, or a preset's name.
 
     Raises:
-        ConfigError: With every fault; an error of the file's own shortened to its own line.
+        ConfigError: The configuration is invalid; the error lists every problem. An exception in the file is reported with the file's line.
     """
     if not pathlib.Path(path).suffix and not os.path.exists(path):
         if path not in PRESETS:
@@ -45,7 +45,7 @@ def load(path: str) -> TrainConfig:
 
 
 def _of_program(path: str, source: bytes) -> TrainConfig:
-    # Dataclasses that the file defines look their module up.
+    # Dataclasses that the file defines look up their module in `sys.modules`.
     module = sys.modules["tfdist_config"] = types.ModuleType("tfdist_config")
     namespace = vars(module)
     namespace["__file__"] = path
@@ -54,14 +54,16 @@ def _of_program(path: str, source: bytes) -> TrainConfig:
         config = namespace["get_config"]()
     except (ConfigError, KeyboardInterrupt):
         raise
-    except BaseException as e:  # sys.exit(), too: no training has taken place
+    except BaseException as e:  # sys.exit(), too: it must not look like a finished training
         if isinstance(e, KeyError) and "get_config" not in namespace:
             raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
-        text = re.sub(r"\. Did you mean '\w+'\?$", "", describe_error(e))  # of Python 3.13, which knows some names only
+        text = re.sub(
+            r"\. Did you mean '\w+'\?$", "", describe_error(e)
+        )  # Python 3.13 adds the hint, but only for some names
         if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith("tfdist."):
             text += "; import public names from tfdist itself, as `from tfdist import Task`"
         elif isinstance(e, ModuleNotFoundError):
-            text += "; modules are looked for in the current folder and in PYTHONPATH"
+            text += "; modules are searched in the current folder and on PYTHONPATH"
         line, origin = _error_location(e, path)
         raise ConfigError(f"--config={path}{line}: {text}{_nearest_field(text, namespace)}{origin}") from None
     if not isinstance(config, TrainConfig):
@@ -89,9 +91,9 @@ def _of_json(path: str, source: bytes) -> TrainConfig:
 
 
 def _assign(holder: Any, values: dict[str, Any], path: str) -> Iterator[str]:
-    """Sets fields, of groups one by one; yields faults."""
+    """Sets the fields of a configuration, and recursively those of its groups; yields the errors."""
     if isinstance(holder, NamedOptions) and "name" in values:
-        holder.name = values["name"]  # whose options the others may be
+        holder.name = values["name"]  # first, because the other values may be options of this name
     types, takes_any = field_types(holder)
     for name, value in values.items():
         if name not in types and not takes_any:
@@ -104,7 +106,7 @@ def _assign(holder: Any, values: dict[str, Any], path: str) -> Iterator[str]:
 
 
 def _error_location(error: BaseException, path: str) -> tuple[str, str]:
-    """Returns the config file's own line in an error, and where outside of the file the error was raised, or nothing."""
+    """Returns the config file's line in an error; also the location of the `raise` if that is outside of the file."""
     frames = [(frame.filename, frame.lineno) for frame in traceback.extract_tb(error.__traceback__)]
     if isinstance(error, SyntaxError) and error.lineno:
         frames.append((error.filename or "", error.lineno))

@@ -1,4 +1,4 @@
-"""Values of fields, written as texts. No TensorFlow here."""
+"""The parser of field values that flags pass as texts. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 
 def is_settable(kind: Any) -> bool:
-    """Returns whether `parse` knows a type; `object` stands for any plain value."""
+    """Returns whether `parse` supports a type; `object` stands for any Python literal."""
     if _is_union(kind):
         return len(kinds := _members(kind)) == 1 and is_settable(kinds[0])
     kind = typing.get_origin(kind) or kind
@@ -22,20 +22,20 @@ def is_settable(kind: Any) -> bool:
 
 
 def parse(kind: Any, text: str) -> Any:
-    """Returns the value of a type that a text stands for.
+    """Converts a text to a value of a type.
 
     Args:
-        kind: The type, one that `is_settable`.
-        text: The text. `None` stands for None where that may be; the parts of a tuple have commas between them; an enumeration's value is its name.
+        kind: The type, for which `is_settable` is true.
+        text: The text. `None` stands for None if the type allows it; a tuple's items are separated by commas; an enumeration's value is its name.
 
     Raises:
-        ValueError: The message names the expected type.
+        ValueError: The text is not of the type; the message names the expected type.
     """
     if _is_union(kind):
         return None if text.lower() == "none" else parse(_members(kind)[0], text)
     if (typing.get_origin(kind) or kind) is tuple:
-        of = next(iter(typing.get_args(kind)), object)
-        return tuple(parse(of, part.strip()) for part in text.strip("()").split(",") if part.strip())
+        item_type = next(iter(typing.get_args(kind)), object)
+        return tuple(parse(item_type, part.strip()) for part in text.strip("()").split(",") if part.strip())
     if kind is object:
         try:
             return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)

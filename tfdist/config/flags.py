@@ -27,7 +27,7 @@ _CONFIG_HELP = (
 
 
 class Command(NamedTuple):
-    """A parsed command line: the configuration and the work directory, without the faulty arguments, and their errors."""
+    """A parsed command line: the configuration and the work directory from the valid arguments, and the errors of the others."""
 
     config: TrainConfig
     workdir: pathlib.Path
@@ -38,15 +38,15 @@ class Command(NamedTuple):
 def parse(
     argv: Sequence[str], description: str | None, others: Sequence[str] = ()
 ) -> tuple[TrainConfig, pathlib.Path] | None:
-    """Returns the checked configuration and the work directory; None where `--help` was asked for and given.
+    """Returns the validated configuration and the work directory; None after `--help`, which is printed.
 
     Args:
         argv: The program's name and its arguments.
         description: The text that `--help` begins with.
-        others: Flags that the caller has taken from the arguments: one that is unknown here may be meant for one of them.
+        others: Flags that the caller has removed from the arguments; the error for an unknown flag suggests these, too.
 
     Raises:
-        ConfigError: With every fault of the command line and the configuration.
+        ConfigError: The command line or the configuration is invalid; the error lists every problem.
     """
     if not (command := read(argv, description, others)):
         return None
@@ -55,7 +55,7 @@ def parse(
 
 
 def read(argv: Sequence[str], description: str | None, others: Sequence[str] = ()) -> Command | None:
-    """Returns the parsed command line, not yet validated; None where `--help` was asked for and given.
+    """Returns the parsed command line, not yet validated; None after `--help`, which is printed.
 
     Args:
         argv: The program's name and its arguments.
@@ -63,11 +63,13 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
         others: As for `parse`.
 
     Raises:
-        ConfigError: There is no configuration to be had.
+        ConfigError: `--config` is missing, or cannot be loaded.
     """
     faults: list[str] = []
     values = flags.FlagValues()
-    flags.DEFINE_string("workdir", None, "Where results go. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values)
+    flags.DEFINE_string(
+        "workdir", None, "The folder of the results. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values
+    )
     overwrite = "Train again in the work directory of a finished run, whose results are replaced at the end."
     flags.DEFINE_bool("overwrite", False, overwrite, flag_values=values)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
@@ -88,7 +90,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     path = _config_path(arguments)
     if not path:
         _set_all(TrainConfig(), arguments, faults, others)
-        # The other faults depend on the configuration.
+        # Only unknown flags: the other errors depend on the configuration.
         unknown = [fault for fault in faults if fault.startswith("unknown flag")]
         missing = (
             "--config is missing: a preset's name, such as digits, or a Python file whose get_config() returns a tfdist.TrainConfig. "
@@ -109,14 +111,14 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
 
 
 def _split_flag(argument: str) -> tuple[str, str | None]:
-    """Returns name and value of a flag; an empty name where the argument is no flag, None where it has no value."""
+    """Returns a flag's name and value: an empty name if the argument is not a flag, the value None if the flag has no value."""
     name, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
     name = re.sub(r"(?<=\w)-(?=\w)", "_", name)
     return (name if argument.startswith("-") else ""), (value if equals else None)
 
 
 def _expand_cluster_flag(argument: str) -> str:
-    """Returns `--config.cluster.hosts=...` for `--hosts=...`, and likewise for the others of `cluster.FLAGS`."""
+    """Returns `--config.cluster.hosts=...` for `--hosts=...`, and the same for the other flags in `cluster.FLAGS`."""
     name, value = _split_flag(argument)
     if name not in cluster.FLAGS:
         return argument
@@ -138,15 +140,15 @@ def _last_value(arguments: Sequence[str], flag: str) -> str | None:
 
 
 def _take_value(following: list[str]) -> str | None:
-    """Takes a flag's value from the arguments that follow it; None where it has none."""
+    """Removes a flag's value from the arguments that follow the flag, and returns it; None if the flag has no value."""
     return following.pop(0) if following and not following[0].startswith("--") else None
 
 
 def _set_names(config: TrainConfig, arguments: Sequence[str]) -> None:
-    """Sets the names whose options flags may set, wherever those stand."""
+    """Sets the task and the names of named options before any option, so that flags may come in any order."""
     task = _last_value(arguments, "config.task") or config.task
     if isinstance(task, str) and (task != config.task or config.task_options is None):
-        with contextlib.suppress(ConfigError):  # which the check says, too
+        with contextlib.suppress(ConfigError):  # validation reports it, too
             config.choose_task(task)
     for field in NAMED_OPTIONS:
         group = getattr(config, field)
@@ -155,7 +157,7 @@ def _set_names(config: TrainConfig, arguments: Sequence[str]) -> None:
 
 
 def _set_all(config: TrainConfig, arguments: Sequence[str], faults: list[str], others: Sequence[str]) -> dict[str, Any]:
-    """Sets the fields that flags name; returns the values of the flags that are no fields, and adds a fault for each that is wrong."""
+    """Sets the fields that flags name; returns the values of the other flags, and appends an error for each invalid argument."""
     following = list(arguments)
     assigned: dict[str, Any] = {}
     while following:
@@ -165,7 +167,7 @@ def _set_all(config: TrainConfig, arguments: Sequence[str], faults: list[str], o
         if argument == "--":
             continue
         if not flag:
-            faults.append(f"{format_value(argument)} is no flag. Fields are set as --config.field=value.")
+            faults.append(f"{format_value(argument)} is not a flag. Fields are set as --config.field=value.")
             continue
         is_field = name.startswith("config.")
         if not is_field and name not in ("config", "workdir", "overwrite"):
@@ -180,7 +182,7 @@ def _set_all(config: TrainConfig, arguments: Sequence[str], faults: list[str], o
             value = _take_value(following)
             fault = fault or ("" if value is not None else f"{written} has no value; write {written}=VALUE.")
         if not fault and name != flag and (kind is not bool or value is not None):
-            fault = f"{written}: only a field that is true or false is turned off in this way, without a value."
+            fault = f"{written}: only a field that is true or false can be turned off by --no, without a value."
         parsed: Any = name == flag
         if value is not None and not fault:
             try:
@@ -207,7 +209,7 @@ def _unknown_flag(config: TrainConfig, flag: str, written: str, others: Sequence
 
 
 def _find_field(config: TrainConfig, path: str, written: str) -> tuple[Any, Any, str]:
-    """Returns the holder and the type of the field that `config.path` names, and why it cannot be set, if so."""
+    """Returns the holder and the type of the field that `config.path` names, and why it cannot be set or an empty text."""
     holder: Any = None
     kind: Any = None
     value: Any = config

@@ -17,8 +17,8 @@ class MonitoringConfig:
     """The curves and profiles that a run writes for TensorBoard; see `tfdist.monitoring.TensorBoard`.
 
     Attributes:
-        update_freq: A number of steps: after each so many the curves by step get a value; `"batch"` means 1, `"epoch"` no such curves.
-        profile_steps: The steps to profile, first and last as `"20:25"`, or one; empty means none.
+        update_freq: Number of steps between two values of the curves by step; `"batch"` means 1, `"epoch"` means no curves by step.
+        profile_steps: The steps to profile: first and last as `"20:25"`, or one step; empty means no profile.
 
     Examples:
         >>> from tfdist.config import MonitoringConfig
@@ -55,7 +55,7 @@ def step_range(name: str, text: str) -> tuple[int, int] | None:
         text: The range.
 
     Raises:
-        ConfigError: It is no range of steps.
+        ConfigError: The text is not a range of steps.
     """
     if text == "":
         return None

@@ -15,7 +15,7 @@ from tfdist.errors import ConfigError, collect_errors, did_you_mean
 
 _ADAM: Mapping[str, Any] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
 
-# Optimizer name to the arguments that it takes besides the learning rate and those of every optimizer, with Keras' defaults.
+# Optimizer name to its arguments with Keras' defaults, without the learning rate and the arguments of every optimizer.
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "adadelta": {"rho": 0.95, "epsilon": 1e-7},
     "adafactor": {
@@ -61,7 +61,7 @@ OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "schedulefreeadamw": {**_ADAM, "epsilon": 1e-8, "warmup_steps": 0},
     "sgd": {"momentum": 0.0, "nesterov": False},
 }
-# Of every optimizer, with what means Keras' None: 0, or for the scale 1.
+# The arguments of every optimizer. 0, or 1 for the loss scale, stands for Keras' None.
 EVERY_OPTIMIZER: Mapping[str, Any] = {
     **dict.fromkeys(("weight_decay", "clipnorm", "clipvalue", "global_clipnorm"), 0.0),
     "use_ema": False,
@@ -74,7 +74,7 @@ _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 _OFF_AT_ZERO = (*_CLIPS, "ema_overwrite_frequency", "gradient_accumulation_steps")
 _EXCLUDE = "weight_decay_exclude"  # not an argument of Keras
 
-# What Keras computes with is float32: nearer to 1 a share would be 1 there, a smaller number 0, and a larger one soon infinite.
+# Keras computes in float32: a share closer to 1 would round to 1, a smaller number to 0, and a larger one would overflow.
 _SHARE = Range(0, 0.9999999)
 _POSITIVE = Range(1e-30, 1e3)
 _AMOUNT = Range(0, 1e6)
@@ -82,7 +82,7 @@ _CLIP = Range(0, 1e30, off=True)
 _STEPS = Range(0, MOST_STEPS, off=True)
 _FLOAT = Range(-sys.float_info.max, sys.float_info.max)
 
-# The range of each argument that is a number, of all optimizers; `_RANGES_OF` has those of one optimizer.
+# The range of each numeric argument for all optimizers; `_RANGES_OF` has the ranges for one optimizer.
 _RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("momentum", "rho", "beta_1", "beta_2", "adam_beta_1", "adam_beta_2", "ema_momentum"), _SHARE),
     **dict.fromkeys(("epsilon", "epsilon_1", "epsilon_2", "rms_rate"), _POSITIVE),
@@ -100,7 +100,7 @@ _RANGES: Mapping[str, Range] = {
     **dict.fromkeys(("muon_a", "muon_b", "muon_c"), Range(-10, 10)),
     "ns_steps": Range(1, 1000),
 }
-# Of one optimizer: with 0 Keras raises an error, or computes NaN.
+# Ranges for one optimizer, without 0: there Keras raises an error or computes NaN.
 _RANGES_OF: Mapping[tuple[str, str], Range] = {
     **dict.fromkeys((("lion", "beta_1"), ("schedulefreeadamw", "beta_1")), Range(1e-7, _SHARE.most)),
     ("ftrl", "initial_accumulator_value"): Range(1e-30, _AMOUNT.most),
@@ -111,16 +111,16 @@ _RANGES_OF: Mapping[tuple[str, str], Range] = {
 class OptimizerConfig(NamedOptions):
     """A Keras optimizer's name and arguments, by Keras' names, as `OptimizerConfig("sgd", momentum=0.9)`.
 
-    The optimizer gets the learning rate and the arguments that are set. Those of your own are not checked before it is made.
+    The optimizer gets the learning rate and the arguments that are set. Arguments of a custom optimizer are checked only when it is created.
 
     Attributes:
         name: A class of `keras.optimizers` in small letters (`OPTIMIZERS`), or your own optimizer class or function as
             `package.module:Class`.
-        weight_decay: 0 means none.
-        weight_decay_exclude: Weights that do not decay, by parts of their names, comma separated: `bias,gamma,beta`.
-        clipnorm: 0 means none; likewise `clipvalue` and `global_clipnorm`, of which one may be set.
+        weight_decay: 0 means no weight decay.
+        weight_decay_exclude: Parts of the names of weights that do not decay, comma separated: `bias,gamma,beta`.
+        clipnorm: 0 means no clipping. At most one of `clipnorm`, `clipvalue` and `global_clipnorm` may be set.
         use_ema: Keep and, after training, use an exponential moving average of the weights.
-        gradient_accumulation_steps: Steps whose mean gradient makes one update; 0 means each step's own does.
+        gradient_accumulation_steps: Number of steps whose mean gradient makes one update; 0 means one update per step.
 
     Examples:
         >>> from tfdist.config import OptimizerConfig
@@ -139,10 +139,10 @@ class OptimizerConfig(NamedOptions):
         return ":" in self.name
 
     def option_fields(self) -> Mapping[str, dataclasses.Field[Any]]:
-        """Returns its arguments, by name; of your own those that every optimizer has.
+        """Returns the optimizer's arguments, by name; for a custom one, only the arguments of every optimizer.
 
         Raises:
-            ConfigError: There is no such optimizer.
+            ConfigError: The optimizer does not exist.
         """
         if self.name not in OPTIMIZERS and not self.takes_any:
             raise ConfigError(
@@ -164,7 +164,7 @@ class OptimizerConfig(NamedOptions):
         return "weight_decay" in OPTIMIZERS.get(self.name, ())
 
     def excluded_from_weight_decay(self) -> list[str]:
-        """Returns the parts of names whose weights do not decay."""
+        """Returns the parts of names that exclude a weight from weight decay."""
         return [name for text in self.weight_decay_exclude.split(",") if (name := text.strip())]
 
     def faults(self) -> Iterator[str]:
@@ -192,7 +192,7 @@ class OptimizerConfig(NamedOptions):
 
 @functools.cache
 def _fields(optimizer: str) -> Mapping[str, dataclasses.Field[Any]]:
-    """Returns a field for each argument of an optimizer; of your own, an empty text, the types of arguments that Keras' have, too."""
+    """Returns a field for each argument of an optimizer. An empty text means a custom one: then Keras' arguments have types, but no checks."""
     own = {name: default for takes in OPTIMIZERS.values() for name, default in takes.items()}
     defaults = {**OPTIMIZERS.get(optimizer, own), **EVERY_OPTIMIZER, **OPTIMIZERS.get(optimizer, {}), _EXCLUDE: ""}
     fields = {}
@@ -200,8 +200,8 @@ def _fields(optimizer: str) -> Mapping[str, dataclasses.Field[Any]]:
         known = optimizer or name in EVERY_OPTIMIZER or name == _EXCLUDE
         field = option(default, *_expected(optimizer, name)) if known else dataclasses.field()
         fields[name] = (name, _kind(default), field)
-    made = dataclasses.make_dataclass("Options", fields.values(), kw_only=True)
-    return {field.name: field for field in dataclasses.fields(made)}
+    options = dataclasses.make_dataclass("Options", fields.values(), kw_only=True)
+    return {field.name: field for field in dataclasses.fields(options)}
 
 
 def _kind(default: Any) -> Any:
@@ -222,7 +222,7 @@ def _are_texts(value: Any) -> bool:
 
 
 def range_of(optimizer: str, argument: str) -> Range | None:
-    """Returns the range of an optimizer's argument, or None where it is no number or is checked otherwise."""
+    """Returns the range of an optimizer's argument, or None if it is not a number or has another check."""
     return _RANGES_OF.get((optimizer, argument)) or _RANGES.get(argument)
 
 

@@ -15,12 +15,12 @@ _KINDS = {kind.__name__: kind for kind in (bool, int, float, str)}
 
 
 def option(default: Any, expected: str = "", holds: Callable[[Any], bool] = lambda value: True) -> Any:
-    """Returns a field of a dataclass whose type and value are checked when a compressor is made.
+    """Returns a field of a dataclass whose type and value are checked when a compressor is created.
 
     Args:
-        default: Its default.
+        default: The default.
         expected: The requirement, for messages: `"more than 0"`.
-        holds: Whether a value of its type is that.
+        holds: Returns whether a value of the field's type meets the requirement.
 
     Examples:
         >>> import dataclasses
@@ -40,7 +40,7 @@ def option_faults(field: dataclasses.Field[Any], value: Any, where: str) -> Iter
     Args:
         field: The field of the dataclass.
         value: The value.
-        where: Its name in messages.
+        where: The option's name, for messages.
     """
     kind = option_type(field)
     if kind and type(value) is not kind and not (kind is float and type(value) is int):
@@ -50,7 +50,7 @@ def option_faults(field: dataclasses.Field[Any], value: Any, where: str) -> Iter
 
 
 def option_type(field: dataclasses.Field[Any]) -> type | None:
-    """Returns the type of an option if it is a plain one, which may be written as a text."""
+    """Returns the type of an option if it is bool, int, float or str; else None."""
     return _KINDS.get(getattr(field.type, "__name__", str(field.type)))
 
 
@@ -58,16 +58,16 @@ def option_type(field: dataclasses.Field[Any]) -> type | None:
 class NamedOptions:
     """A name and the options of the named object: `Group("sgd", momentum=0.9)`, or `group.momentum = 0.9`.
 
-    Any option may be set; `faults` names those that the object does not accept. An option that is not set has its default.
+    Any option may be set; `faults` reports options that the object does not accept. An option that is not set has its default.
 
     Args:
         name: The name; None means the default.
         **options: The options that are set.
     """
 
-    WHAT: ClassVar[str] = ""  # what is named, and the group's field
+    WHAT: ClassVar[str] = ""  # the kind of the named object, and the group's field
     BUILT_IN: ClassVar[Mapping[str, Any]] = {}
-    DOCUMENTED_BY: ClassVar[tuple[type, ...]] = ()  # whose docstrings explain options
+    DOCUMENTED_BY: ClassVar[tuple[type, ...]] = ()  # classes whose docstrings explain the options
 
     name: str = ""
 
@@ -77,8 +77,8 @@ class NamedOptions:
     def __setattr__(self, name: str, value: Any) -> None:
         (vars(self) if name == "name" else self._options)[name] = value
 
-    def __getattr__(self, name: str) -> Any:  # of what is neither the name nor a method
-        if name.startswith("_"):  # as copies of an object ask before it has any
+    def __getattr__(self, name: str) -> Any:  # called for all names except `name` and methods
+        if name.startswith("_"):  # `copy` looks such names up before the object has attributes
             raise AttributeError(name)
         if name in self._options:
             return self._options[name]
@@ -106,14 +106,14 @@ class NamedOptions:
         """Returns the options that the named object accepts, by name.
 
         Raises:
-            ConfigError: There is nothing of this name.
+            ConfigError: No object has this name.
         """
         raise NotImplementedError
 
     def options(self) -> dict[str, Any]:
-        """Returns the options that are set; whole numbers as floats where they are declared so."""
+        """Returns the options that are set. Whole numbers become floats if the option is declared as float."""
         fields: Mapping[str, dataclasses.Field[Any]] = {}
-        with contextlib.suppress(ConfigError):  # which `faults` tells
+        with contextlib.suppress(ConfigError):  # `faults` reports it
             fields = self.option_fields()
         return {
             name: float(value)
@@ -136,17 +136,17 @@ class NamedOptions:
         """Returns name and options.
 
         Args:
-            complete: Whether options that are not set are in it, with their defaults.
+            complete: Whether to include the options that are not set, with their defaults.
         """
         return {"name": self.name, **(self.all_options() if complete else self._options)}
 
     def rename(self, name: str) -> None:
-        """Sets the name; options that the new object also accepts are kept."""
+        """Sets the name, and removes the options that the new object does not accept."""
         before = type(self)(self.name)
         self.name = name
-        with contextlib.suppress(ConfigError, TypeError):  # which `faults` tells
-            gone = () if self.takes_any else before.option_fields().keys() - self.option_fields().keys()
-            for option in gone:
+        with contextlib.suppress(ConfigError, TypeError):  # `faults` reports it
+            rejected = () if self.takes_any else before.option_fields().keys() - self.option_fields().keys()
+            for option in rejected:
                 self._options.pop(option, None)
 
     def unknown_option(self, name: str) -> str:
@@ -158,10 +158,10 @@ class NamedOptions:
         return f"{self.WHAT} {self.name!r} takes no {format_value(name)}{hint} {takes}"
 
     def option_faults(self) -> Iterator[str]:
-        """Yields the errors in each option by itself.
+        """Yields the errors of each single option.
 
         Raises:
-            ConfigError: There is nothing of this name.
+            ConfigError: No object has this name.
         """
         fields = self.option_fields()
         for name, value in self.options().items():
@@ -172,7 +172,7 @@ class NamedOptions:
 
 
 def field_types(group: Any) -> tuple[dict[str, Any], bool]:
-    """Returns the type of each field of a group, of its options, too, and whether any other option may be set."""
+    """Returns the type of each field and option of a group, and whether it accepts any other option."""
     if not dataclasses.is_dataclass(group):
         return {}, False
     hints = typing.get_type_hints(type(group))
@@ -181,7 +181,7 @@ def field_types(group: Any) -> tuple[dict[str, Any], bool]:
         return types, False
     try:
         options = group.option_fields()
-    except (ConfigError, TypeError):  # of a wrong name, which the check says
+    except (ConfigError, TypeError):  # the name is wrong; validation reports it
         return types, True
     return types | {name: option_type(field) or field.type for name, field in options.items()}, group.takes_any
 

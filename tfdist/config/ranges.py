@@ -1,4 +1,4 @@
-"""`Range`: the numbers that a field may have. No TensorFlow here."""
+"""`Range`: the numbers that a field accepts. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Any, NamedTuple
 from tfdist.errors import format_value
 
 MOST_STEPS = 2**31 - 1  # Keras counts steps in 32 bits
-MOST_SECONDS = 10**9  # 31 years; the operating system's timers take little more
+MOST_SECONDS = 10**9  # 31 years; the operating system's timers accept little more
 MOST_TASKS = 10_000  # more are a mistake
 
 
 class Range(NamedTuple):
-    """The numbers from `least` to `most`, both of which belong to it; NaN does not.
+    """The numbers from `least` to `most`, both included; NaN is outside.
 
     Attributes:
         least: The smallest number.
         most: The largest number.
-        off: Whether `least`, which is 0, turns the option off; messages say so.
+        off: Whether `least`, which is 0, turns the option off; messages then contain "(off)".
     """
 
     least: float

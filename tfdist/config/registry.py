@@ -1,14 +1,14 @@
-"""Resolves names to objects: a built-in name, a plug-in's name, or the user's own `package.module:attribute`. No TensorFlow here.
+"""The lookup of objects by name: a built-in name, a plug-in's name, or the user's own `package.module:attribute`. No TensorFlow here.
 
-An object is imported when it is asked for, so that a table may name objects whose modules import TensorFlow. Plug-ins are
+An object is imported on first use, so that a table may name objects whose modules import TensorFlow. Plug-ins are
 entry points of installed distributions:
 
     tfdist.tasks          NAME = "package.module:Class", a subclass of `tfdist.Task`
     tfdist.compressors    NAME = "package.module:Class", a subclass of `tfdist.compression.Compressor`
     tfdist.resolvers      "NAME.VARIABLE" = "package.module:function", a resolver, and the variable that signals its cluster
 
-Only metadata is read, and only for a name that is not built in. A distribution's code is imported once its name is asked for, or its
-resolver's variable is set. A built-in name cannot be replaced.
+Only metadata is read, and only for a name that is not built in. A plug-in's code is imported when its name is used, or its
+resolver's variable is set. Plug-ins cannot replace a built-in name.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ TASKS: Mapping[str, str] = {
     "digits": "tfdist.tasks.digits:Digits",
     "synthetic": "tfdist.tasks.synthetic:Synthetic",
 }
-# The kind of object that a name stands for, as messages call it, to the group of its entry points.
+# The kind of object, with its name in messages, to the group of its entry points.
 PLUGIN_GROUPS = {"task": "tfdist.tasks", "compression": "tfdist.compressors", "cluster source": "tfdist.resolvers"}
 
 
@@ -62,11 +62,11 @@ def load(what: str, name: str, plugin: Plugin) -> Any:
 
     Args:
         what: The kind of object, for messages, such as `"task"`.
-        name: Its name.
+        name: The plug-in's name.
         plugin: The entry point.
 
     Raises:
-        ConfigError: Several distributions have the name, or its module cannot be imported.
+        ConfigError: Several distributions define the name, or the plug-in's module cannot be imported.
     """
     if len(plugin.distributions) > 1:
         raise ConfigError(
@@ -80,14 +80,14 @@ def load(what: str, name: str, plugin: Plugin) -> Any:
 
 
 def check_findable(what: str, name: str) -> None:
-    """Checks the form of `package.module:attribute`, and that there is such a package, without importing it.
+    """Checks the form of `package.module:attribute`, and that the package exists, without importing it.
 
     Args:
         what: The kind of object, for messages, such as `"callback"`.
         name: The name.
 
     Raises:
-        ConfigError: It is of another form, or the package cannot be found.
+        ConfigError: The name has another form, or the package cannot be found.
     """
     if not _is_path(name):
         raise ConfigError(f"{what} must be your own as 'package.module:Name'. Received: {format_value(name)}.")
@@ -106,8 +106,8 @@ def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:
     """Returns the plug-ins of a group by name, sorted, without importing them.
 
     Args:
-        what: A key of `PLUGIN_GROUPS`; there are no plug-ins of anything else.
-        built_in: Names that plug-ins cannot have: those that have one are left out.
+        what: A key of `PLUGIN_GROUPS`; other kinds have no plug-ins.
+        built_in: Built-in names; plug-ins with these names are skipped.
     """
     plugins: dict[str, Plugin] = {}
     for entry in _entry_points(PLUGIN_GROUPS[what]) if what in PLUGIN_GROUPS else ():
@@ -126,9 +126,9 @@ class Plugin(NamedTuple):
     """A plug-in: an entry point of an installed distribution.
 
     Attributes:
-        target: The object that it names, as `package.module:attribute`.
-        distributions: Name and version of the distribution that has it; several if they define the name differently.
-        variable: Of a resolver: the variable that signals its cluster; empty means that it is only asked by its name.
+        target: The entry point's object, as `package.module:attribute`.
+        distributions: Name and version of the distribution that has the entry point; several if they define the name differently.
+        variable: For a resolver: the variable that signals its cluster; empty means that the resolver only runs if it is named.
     """
 
     target: str
@@ -139,7 +139,7 @@ class Plugin(NamedTuple):
 def _entry_points(group: str) -> Iterable[EntryPoint]:
     try:
         return importlib.metadata.entry_points(group=group)
-    except Exception:  # at one damaged file, whatever group it is of, Python reads none
+    except Exception:  # Python reads no entry points if one file is damaged, even one of another group
         entry_points: list[EntryPoint] = []
         for distribution in importlib.metadata.distributions():
             try:
@@ -169,7 +169,7 @@ def _import(named: str, target: str, advice: str) -> Any:
         raise _import_error(named, e) from e
     except KeyboardInterrupt:
         raise
-    except BaseException as e:  # sys.exit(), too: nothing has been trained
+    except BaseException as e:  # sys.exit(), too: it must not look like a finished training
         raise _import_error(named, e) from e
     if not hasattr(module, attribute):
         raise ConfigError(
@@ -179,7 +179,7 @@ def _import(named: str, target: str, advice: str) -> Any:
 
 
 def _import_error(named: str, error: BaseException) -> ConfigError:
-    *_, place = traceback.extract_tb(error.__traceback__)
+    *_, frame = traceback.extract_tb(error.__traceback__)
     return ConfigError(
-        f"The module of {named} cannot be imported: {type(error).__name__}: {error} ({place.filename}:{place.lineno})"
+        f"The module of {named} cannot be imported: {type(error).__name__}: {error} ({frame.filename}:{frame.lineno})"
     )

@@ -1,4 +1,4 @@
-"""`ScheduleConfig`: how the learning rate changes with the updates. No TensorFlow here."""
+"""`ScheduleConfig`: the schedule of the learning rate. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _FACTOR = Range(0, 1e3)
 
 @dataclasses.dataclass
 class ScheduleConfig:
-    """The schedule of the learning rate. It counts updates: with `gradient_accumulation_steps`, several steps make one.
+    """The schedule of the learning rate. It counts updates: with `gradient_accumulation_steps`, one update takes several steps.
 
     Attributes:
         name: `"constant"`; `"cosine"`; `"step"`, which falls at `boundaries`; or `"polynomial"`, of `power`.
-        warmup_steps: Updates in which the rate rises linearly from 0 to `learning_rate`, before the schedule; 0 means none.
-        warmup_epochs: Or the epochs in which it does.
-        decay_steps: Updates after the warm-up in which `cosine` and `polynomial` fall; 0 means the rest of the run.
+        warmup_steps: Updates in which the rate rises linearly from 0 to `learning_rate`, before the schedule; 0 means no warm-up.
+        warmup_epochs: The length of the warm-up in epochs, in place of `warmup_steps`.
+        decay_steps: Updates after the warm-up in which `cosine` and `polynomial` fall; 0 means until the end of the run.
         end: The final rate of `cosine` and `polynomial`, as a share of `learning_rate`.
-        power: Of `polynomial`; 1 is a straight line.
-        boundaries: For `step`: after how many updates of the run, warm-up included, the rate falls, as `3000,6000`. Numbers
+        power: The exponent of `polynomial`; 1 is a straight line.
+        boundaries: For `step`: the updates of the run, warm-up included, after which the rate falls, as `3000,6000`. Numbers
             below 1 are shares of the run, as `0.5,0.75`.
         factor: For `step`: the multiplier of the rate at each boundary: one number, or one per boundary, such as `0.1,0.5`.
 
@@ -104,7 +104,7 @@ class ScheduleConfig:
             field: `boundaries` or `factor`.
 
         Raises:
-            ConfigError: They are none.
+            ConfigError: The text does not consist of numbers.
         """
         text = getattr(self, field)
         try:

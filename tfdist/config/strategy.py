@@ -1,4 +1,4 @@
-"""`StrategyConfig`: which strategy, on which devices. No TensorFlow here."""
+"""`StrategyConfig`: the strategy and its devices. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -28,22 +28,22 @@ class StrategyConfig:
     """The `tf.distribute` strategy, and its devices.
 
     Attributes:
-        name: One of `STRATEGIES`, or your own factory as `"package.module:function"` (see docs/extending.md).
-        devices: Device names, as `"GPU:0,GPU:1"` or a list of them, or a number of virtual CPUs of this process.
-            Empty means all GPUs, or the CPU. For `tpu` it is the TPU's name or address.
-        transport: How gradients travel between the workers of `multi_worker_mirrored`: by TensorFlow's `"grpc"` or `"nccl"` (GPUs),
-            by `"gloo"` (CPUs, with PyTorch), by `"mpi"` (CPUs, workers that mpirun or srun has started), or by `"shared_memory"`
-            (CPUs, workers of one host). `"auto"` takes one that fits (docs/transports.md). Under `mirrored`: `"nccl"`, or `"grpc"`, by one device.
-        bucket_bytes: `multi_worker_mirrored` sums gradients in buckets of so many bytes, which travel while backward computes
-            the others; 0 means one sum of all. `bf16`, `fp16` and `int8` cut larger gradients; `powersgd` and `topk`, which
-            need a gradient whole, count its bytes as they send them.
-        gather_loss_bytes: A loss that returns one number for a batch (a function's, Dice) is given the labels, predictions and
-            weights of all replicas, so that it equals one process; but not where one example has more bytes of
-            them than this: then each replica computes it of its part, the mean is trained, with a warning. The
-            default takes in masks of 256 x 256 pixels, of which a batch of 32 is as much as the gradients of 4 million
-            weights; not the 60 MB that a language model predicts for a sentence. An unknown dimension counts as 1.
-        placement: Which server of `parameter_server` gets the next variable: `"round_robin"`, the next one, or
-            `"by_bytes"`, the one with the fewest bytes.
+        name: A name in `STRATEGIES`, or your own factory as `"package.module:function"` (see docs/extending.md).
+        devices: Device names, as `"GPU:0,GPU:1"` or a list of names, or a number of virtual CPUs of this process.
+            Empty means all GPUs, or the CPU. For `tpu`, the TPU's name or address.
+        transport: The transport of gradients between the workers of `multi_worker_mirrored`: TensorFlow's `"grpc"` or `"nccl"` (GPUs),
+            `"gloo"` (CPUs, with PyTorch), `"mpi"` (CPUs, workers that mpirun or srun has started), or `"shared_memory"` (CPUs,
+            workers of one host). `"auto"` selects one (docs/transports.md). Under `mirrored`: `"nccl"`, or `"grpc"`, which sums on one device.
+        bucket_bytes: Size of the buckets in which `multi_worker_mirrored` sums gradients while the backward pass computes further
+            gradients; 0 means one sum of all gradients. `bf16`, `fp16` and `int8` split larger gradients; `powersgd` and `topk`
+            need complete gradients, and count compressed bytes.
+        gather_loss_bytes: A loss that returns one number per batch (a function's, Dice) gets the labels, predictions and weights
+            of all replicas, so that it equals the loss of one process. If one example has more than this many bytes of
+            these tensors, each replica computes the loss of its own examples; their mean is trained, with a warning. The
+            default admits masks of 256 x 256 pixels: a batch of 32 is as large as the gradients of 4 million weights. It
+            excludes the 60 MB that a language model predicts for a sentence. An unknown dimension counts as 1.
+        placement: The server of `parameter_server` that gets the next variable: `"round_robin"`, the next server, or
+            `"by_bytes"`, the server with the fewest bytes.
         timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
 
     Examples:
@@ -72,8 +72,8 @@ class StrategyConfig:
 
     @property
     def virtual_cpus(self) -> int:
-        """The number of virtual CPUs asked for, or 0."""
-        # Cut, because Python refuses to convert thousands of digits.
+        """The requested number of virtual CPUs, or 0."""
+        # Limit the digits, because Python raises an error for thousands of them.
         return min(int(self.devices[:9]), MAX_VIRTUAL_CPUS + 1) if self.devices.isdecimal() else 0
 
     @property
@@ -111,8 +111,8 @@ class StrategyConfig:
             names = [name.upper() for name in self.device_names]
             if not names:
                 yield f"strategy.devices names no device; leave it empty for all GPUs, or the CPU. Received: {format_value(self.devices)}."
-            if strange := [name for name in names if not _DEVICE.fullmatch(name)]:
-                yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {format_value(strange[0])}."
+            if invalid := [name for name in names if not _DEVICE.fullmatch(name)]:
+                yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {format_value(invalid[0])}."
             elif len(set(names)) < len(names):
                 yield f"strategy.devices names a device twice. Received: {format_value(self.devices)}."
         if devices == "none" and self.devices:

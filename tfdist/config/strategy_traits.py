@@ -12,20 +12,20 @@ from tfdist.errors import ConfigError, format_value
 
 @dataclasses.dataclass(frozen=True)
 class StrategyTraits:
-    """The traits of a strategy. The defaults suit a strategy of one process, with a copy of the variables on each device.
+    """The traits of a strategy. The defaults describe a strategy of one process with a copy of the variables on each device.
 
     Attributes:
-        factory: The function that makes the strategy, `package.module:function`, imported on first use; for rows of `STRATEGIES`.
-        engine: The class `Engine(strategy, compressor)` that trains under it, as `package.module:Class`.
-        tensorflow: The class of TensorFlow's own, by which `traits_of` knows one that `create_strategy` did not make.
-        several_processes: Whether its replicas are in several processes, the workers of a cluster, which train in step.
-        asynchronous: Whether variables are on parameter servers, and a step is one worker's.
-        shared_variables: Whether one copy of the variables serves all replicas, as where there is one replica.
-        compresses: Whether tfdist's collectives sum its gradients, so that they can be compressed.
+        factory: The function that creates the strategy, `package.module:function`, imported on first use; for rows of `STRATEGIES`.
+        engine: The class `Engine(strategy, compressor)` that trains under the strategy, as `package.module:Class`.
+        tensorflow: The name of TensorFlow's class, by which `traits_of` recognizes strategies that `create_strategy` did not create.
+        several_processes: Whether the replicas are in several processes, the workers of a cluster, which train synchronously.
+        asynchronous: Whether variables are on parameter servers, and each step runs on one worker.
+        shared_variables: Whether all replicas use one copy of the variables; true with one replica, too.
+        compresses: Whether tfdist's collectives sum the gradients, so that they can be compressed.
         gathers: Whether a replica can gather the others' tensors during a step.
-        devices: The meaning of `strategy.devices`: `"each"` named device has a replica; `"one"` may be named; `"none"`; or
-            `"own"`: only the factory can validate the value, such as an address.
-        refuses: Options that a model or a configuration cannot use under it (`"jit_compile"`, `"mixed_float16"`, `"use_ema"`,
+        devices: The meaning of `strategy.devices`: `"each"`, every named device has a replica; `"one"`, one device may be named;
+            `"none"`, the field must be empty; `"own"`, only the factory can validate the value, such as an address.
+        refuses: Options that a model or a configuration cannot use under the strategy (`"jit_compile"`, `"mixed_float16"`, `"use_ema"`,
             `"gradient_accumulation_steps"`, `"Nadam"`), mapped to the end of the error, which has the reason and the remedy.
 
     Examples:
@@ -105,11 +105,11 @@ def find_traits(name: str) -> StrategyTraits:
     """Returns the traits of a strategy.
 
     Args:
-        name: Its name, or a custom factory as `package.module:function`, whose attribute `traits` overrides
+        name: The strategy's name, or a custom factory as `package.module:function`, whose attribute `traits` overrides
             the defaults.
 
     Raises:
-        ConfigError: There is no such strategy, or its module cannot be imported.
+        ConfigError: The strategy does not exist, or its module cannot be imported.
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
@@ -120,7 +120,7 @@ def find_traits(name: str) -> StrategyTraits:
 
 
 def traits_of(strategy: object) -> StrategyTraits:
-    """Returns the traits of a strategy object, which may be TensorFlow's own, or its default one."""
+    """Returns the traits of a strategy object, which may also be one of TensorFlow's own or its default strategy."""
     if (own_traits := getattr(strategy, "traits", None)) is not None:
         return own_traits
     names = {cls.__name__ for cls in type(strategy).__mro__}

@@ -1,7 +1,7 @@
-"""`TrainConfig`: everything that `tfdist train` can be told. No TensorFlow here.
+"""`TrainConfig`: the complete configuration of `tfdist train`. No TensorFlow here.
 
 Dataclasses with a default for every field. They are not frozen because flags assign to their fields (`--config.epochs=3`);
-`tfdist.config.validation` judges the whole before use.
+`tfdist.config.validation` checks the complete configuration before use.
 """
 
 from __future__ import annotations
@@ -31,34 +31,34 @@ class TrainConfig:
     """One training run.
 
     Attributes:
-        task: The task to train: a name of `registry.TASKS`, an installed task's, or your own `package.module:Class` (see `tfdist.Task`).
-        task_options: A dataclass of the task's own, its `Options`.
-        strategy: Which `tf.distribute` strategy.
-        cluster: The tasks to start on this machine, where the environment describes no cluster.
-        global_batch_size: Examples per step over all replicas. Either this or `per_replica_batch_size` is set.
+        task: The task to train: a name in `registry.TASKS` or of an installed task, or your own `package.module:Class` (see `tfdist.Task`).
+        task_options: The task's options, an instance of its class `Options`.
+        strategy: The `tf.distribute` strategy.
+        cluster: The cluster, or the tasks to start on this machine if the environment describes no cluster.
+        global_batch_size: Examples per step over all replicas. Either `global_batch_size` or `per_replica_batch_size` is set.
         per_replica_batch_size: Examples per step for each replica.
         epochs: Passes over the training data.
-        steps_per_epoch: Steps that count as an epoch; 0 means as many as the task's data has.
+        steps_per_epoch: Steps per epoch; 0 means the number that the task's data has.
         validation_freq: Epochs from one validation to the next.
-        callbacks: Callbacks of Keras or your own, such as `"EarlyStopping(monitor=val_loss, patience=3); package.module:function"`.
-        initial_weights: A `.weights.h5` or `.keras` file of this model, with whose weights the training begins; empty means none.
-        seed: Fixes initial weights, order of the data and dropout masks.
-        compression: How gradients are compressed.
-        deterministic: Use only TensorFlow operations that give the same bits each time; slower on GPUs.
+        callbacks: Keras' or your own callbacks, such as `"EarlyStopping(monitor=val_loss, patience=3); package.module:function"`.
+        initial_weights: A `.weights.h5` or `.keras` file of this model; the training starts from its weights. Empty means no file.
+        seed: Seed of the initial weights, the order of the data and the dropout masks.
+        compression: The compression of gradients.
+        deterministic: Use only TensorFlow operations whose results are bitwise reproducible; slower on GPUs.
         optimizer: The optimizer and its arguments.
-        learning_rate: Step size.
-        learning_rate_scaling: How the rate grows with the number of replicas: `"none"`, `"linear"` or `"sqrt"`.
-        schedule: How it changes.
+        learning_rate: The learning rate.
+        learning_rate_scaling: How the learning rate grows with the number of replicas: `"none"`, `"linear"` or `"sqrt"`.
+        schedule: The schedule of the learning rate.
         precision: `"float32"`, `"mixed_bfloat16"` or `"mixed_float16"`, which compute in 16 bits and keep weights in 32.
         nan_policy: The action after a step whose loss or gradient is not finite: `"ignore"`, `"stop"` or `"skip"`.
         jit_compile: Compile each replica's computation with XLA.
-        steps_per_execution: Steps to run for each call of Python; callbacks see every so many steps.
-        start_timeout: How long a task waits for the others, in seconds.
-        grace_seconds: How long a task has to end after a signal before it is killed, and to save before that.
-        check_weights: Whether workers compare all their weights after each epoch; else only before and after the training.
-        backup: When and where to back the training up.
-        export: Which models to export for TensorFlow Serving.
-        max_restarts: Restarts that failures of tasks may cost, where this command starts them.
+        steps_per_execution: Steps per call from Python; callbacks run once per call.
+        start_timeout: Seconds that a task waits for the other tasks at the start.
+        grace_seconds: Seconds from a signal until a task is killed; the task saves within them.
+        check_weights: Whether workers compare all weights after each epoch; otherwise only before and after the training.
+        backup: The schedule and folder of backups.
+        export: The models to export for TensorFlow Serving.
+        max_restarts: Number of restarts after failures of tasks, if this command starts the tasks.
         monitoring: The TensorBoard output.
 
     Examples:
@@ -106,10 +106,10 @@ class TrainConfig:
             self.task_options = registry.resolve("task", self.task, registry.TASKS).Options()
 
     def choose_task(self, task: str) -> None:
-        """Makes a task this configuration's, with the options that it has by default where those here are another one's.
+        """Sets the task, and replaces the options of another task by this task's defaults.
 
         Raises:
-            ConfigError: There is no such task, or its options cannot be made.
+            ConfigError: The task does not exist, or its options cannot be created.
         """
         options = getattr(registry.resolve("task", task, registry.TASKS), "Options", None)
         self.task = task
@@ -119,14 +119,14 @@ class TrainConfig:
 
 
 def default_options(task: str, options: type) -> Any:
-    """Returns the options that a task has by default.
+    """Returns the default options of a task.
 
     Args:
         task: The task's name.
-        options: Its `Options`.
+        options: The task's class `Options`.
 
     Raises:
-        ConfigError: They cannot be made.
+        ConfigError: The options cannot be created.
     """
     try:
         return options()
@@ -137,24 +137,24 @@ def default_options(task: str, options: type) -> Any:
 
 
 def make_floats(config: Any) -> None:
-    """Makes whole numbers floats in fields that are declared so, also in groups of fields.
+    """Converts whole numbers to floats in fields that are declared as float, also in groups of fields.
 
     Raises:
-        ConfigError: A group holds itself.
+        ConfigError: A group contains itself.
     """
     _check_groups(config, "config", ())
     hints = typing.get_type_hints(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if hints[field.name] is float and isinstance(value, int) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # the validation says so
+            with contextlib.suppress(OverflowError):  # validation reports it
                 setattr(config, field.name, float(value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             make_floats(value)
 
 
 def _check_groups(config: Any, path: str, outer: tuple[Any, ...]) -> None:
-    """Raises a ConfigError where a group of fields is among those that hold it, or is another configuration."""
+    """Raises a ConfigError if a group of fields contains itself, directly or in its groups."""
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if not dataclasses.is_dataclass(value) or isinstance(value, type):
@@ -174,14 +174,14 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 NAMED_OPTIONS = ("optimizer", "compression")  # groups with options
 
-# What must be the same in a run that goes on, and on all tasks: what decides which numbers are trained.
+# Fields that must be equal in a resumed run and on all tasks, because they determine the trained weights.
 _SAME = (
     *("task", "task_options", "global_batch_size", "per_replica_batch_size", "steps_per_epoch", "steps_per_execution"),
     *("seed", "deterministic", "precision", "jit_compile"),
     *("strategy", "optimizer", "compression", "learning_rate", "learning_rate_scaling", "schedule"),
 )
 
-# Of the strategy: a field that is not named here may differ.
+# The same for fields of the strategy; the others may differ.
 _SAME_OF_STRATEGY = ("name", "devices", "bucket_bytes", "gather_loss_bytes", "placement")
 
 
@@ -194,7 +194,7 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
 
 
 def backup_arguments(config: TrainConfig, workdir: str | os.PathLike[str]) -> dict[str, Any]:
-    """Returns the arguments of the `BackupAndRestore` that `config` asks for."""
+    """Returns the arguments of `BackupAndRestore` for `config`."""
     backup = dataclasses.asdict(config.backup)
     return {
         "backup_dir": backup.pop("dir") or os.path.join(workdir, "backup"),

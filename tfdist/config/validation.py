@@ -1,4 +1,4 @@
-"""Validates a `TrainConfig` as a whole: all its errors that can be found before TensorFlow is loaded, reported at once."""
+"""The validation of a complete `TrainConfig`: all errors that can be detected before TensorFlow is loaded, reported at once."""
 
 from __future__ import annotations
 
@@ -38,16 +38,16 @@ def check(config: TrainConfig, workers: int | None = None, known: Collection[str
 
     Args:
         config: The configuration.
-        workers: Training tasks of the cluster that the environment describes; 0 means that it is faulty, None that it
-            describes none, so that `cluster.workers` holds.
-        known: Errors found before, which come first.
+        workers: Number of training tasks of the environment's cluster; 0 means that the cluster is invalid, None that there is no
+            such cluster, so that `cluster.workers` applies.
+        known: Errors that the caller has found; they come first.
     """
     if faults := [*known, *_faults(config, workers)]:
         raise ConfigError(faults)
 
 
 def has_wrong_types(config: TrainConfig, *fields: str) -> bool:
-    """Returns whether one of these fields, or of the fields in them, is not of its declared type.
+    """Returns whether any of the fields, or of the fields in these groups, does not have its declared type.
 
     Args:
         config: The configuration.
@@ -57,11 +57,11 @@ def has_wrong_types(config: TrainConfig, *fields: str) -> bool:
 
 
 def type_faults(config: Any, path: str) -> dict[str, str]:
-    """Returns the error for each field that is not of its declared type, or does not exist, by its path.
+    """Returns an error for each field that does not have its declared type, or does not exist, by the field's path.
 
     Args:
-        config: A configuration, or a group of its fields.
-        path: Its own path, such as `"config"`.
+        config: A configuration, or a group of fields.
+        path: The path of `config`, such as `"config"`.
     """
     return dict(_type_faults(config, path))
 
@@ -75,13 +75,13 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     yield from wrong.values()
 
     def typed(*fields: str) -> bool:
-        """Returns whether these fields are of their declared types, so that their values can be checked."""
+        """Returns whether the fields have their declared types, so that their values can be checked."""
         return not _any_is_in(wrong, fields)
 
     traits = None
     if typed("strategy"):
         yield from config.strategy.faults()
-        with contextlib.suppress(ConfigError):  # of an unknown strategy, which has been said
+        with contextlib.suppress(ConfigError):  # the strategy is unknown, which is reported above
             traits = config.strategy.traits
     if typed("optimizer"):
         yield from config.optimizer.faults()
@@ -165,8 +165,8 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
     """Yields (path, message) for unknown attributes and values of the wrong type: a config file may assign anything."""
     hints = typing.get_type_hints(type(config))
     fields = {field.name: field for field in dataclasses.fields(config)}
-    for name in getattr(config, "__dict__", ()):  # slots have none
-        # What is the class's own (a cached property) or private is no misspelt field.
+    for name in getattr(config, "__dict__", ()):  # a class with slots has no `__dict__`
+        # Private attributes, and attributes of the class (a cached property), are not misspelled fields.
         if name not in fields and not name.startswith("_") and not hasattr(type(config), name):
             yield f"{path}.{name}", unknown_field(f"{path}.{name}", config, name)
     for field in fields.values():
@@ -179,7 +179,7 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
             continue
         if (
             isinstance(expected, type)
-            and expected is not Any  # a class since Python 3.11
+            and expected is not Any  # `Any` is a class since Python 3.11
             and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
         ):
             yield where, f"{where} must be {expected.__name__}. Received: {format_value(value)}."
@@ -211,7 +211,7 @@ def _metric_faults(config: TrainConfig, monitored: str, metric: str) -> Iterator
 
 
 def _has_eval_data(config: TrainConfig) -> bool:
-    with contextlib.suppress(ConfigError):  # of an unknown task, which has been said
+    with contextlib.suppress(ConfigError):  # the task is unknown, which is reported elsewhere
         method = getattr(registry.resolve("task", config.task, registry.TASKS), "eval_data", None)
         return method is not None and method.__module__ != _BASE_OF_TASKS
     return True
@@ -224,9 +224,9 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
         yield from e.faults
         return
     expected = getattr(task, "Options", None)
-    lacking = [name for name in ("build_model", "compile_arguments", "train_data") if not hasattr(task, name)]
-    if not isinstance(expected, type) or lacking:
-        yield f"task {config.task!r} is no tfdist.Task: it has no {lacking[0] if lacking else 'Options'!r}."
+    missing = [name for name in ("build_model", "compile_arguments", "train_data") if not hasattr(task, name)]
+    if not isinstance(expected, type) or missing:
+        yield f"task {config.task!r} is not a tfdist.Task: it has no {missing[0] if missing else 'Options'!r}."
         return
     try:
         options = default_options(config.task, expected) if config.task_options is None else config.task_options
@@ -286,11 +286,11 @@ def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
 
 
 def _known_replicas(strategy: StrategyConfig, traits: StrategyTraits, workers: int) -> int:
-    """Returns the number of replicas where it can be told without TensorFlow, else 0."""
+    """Returns the number of replicas if it is known without TensorFlow, else 0."""
     if traits.several_processes:
-        # A worker has a replica for each GPU, and their number is unknown: only a batch that no multiple of the workers divides is an error.
+        # A worker has a replica for each GPU. The number of GPUs is unknown here, so only a batch that no multiple of `workers` divides is an error.
         return max(workers, 0)
-    if traits.asynchronous or traits.devices == "one":  # a step is one worker's, or one device's
+    if traits.asynchronous or traits.devices == "one":  # each step runs on one worker, or on one device
         return 1
     return len(strategy.device_names) if traits.devices == "each" and strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
 
@@ -316,7 +316,7 @@ def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
 
 
 def nan_policy_faults(policy: str, strategy: str, traits: StrategyTraits | None) -> Iterator[str]:
-    """Yields an error for a NaN policy that is unknown, or that a strategy cannot follow.
+    """Yields an error for a NaN policy that is unknown, or impossible under the strategy.
 
     Args:
         policy: The policy.

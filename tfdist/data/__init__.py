@@ -1,4 +1,4 @@
-"""Datasets: from arrays or generators, the same for all workers or their own, resumed at an example with their random state."""
+"""Datasets from arrays or generators, shared by all workers or separate, which resume at an example with their random state."""
 
 from tfdist.data.arrays import epochs
 from tfdist.data.worker_rows import own_rows

@@ -30,8 +30,8 @@ def epochs(
 
     Step k of an epoch trains on the k-th `global_batch_size` examples of that epoch's order, split among the replicas. So any
     number of workers trains on the same batches. Under parameter servers, where each step runs on one worker, the workers
-    take whole batches in turn. The examples that do not fill a last batch are dropped: with
-    `shuffle` other ones in each epoch.
+    take whole batches in turn. Examples that do not fill a last batch are dropped; with
+    `shuffle`, different examples in each epoch.
 
     Args:
         arrays: A structure of arrays `[examples, ...]`.
@@ -71,7 +71,7 @@ def epochs(
             indices = tf.random.experimental.stateless_shuffle(indices, seed=[seed, epoch])
         batches = tf.reshape(indices[: steps * global_batch_size], [-1, batch_size])
         # Pipelines take turns; a turn is one batch per replica of the pipeline. `number` counts over all epochs, so that
-        # pipelines that cannot divide an epoch evenly get the longer part in turn.
+        # pipelines that cannot divide an epoch evenly take turns with the longer share.
         number = tf.range(steps * replicas, dtype=tf.int64) + epoch * steps * replicas
         is_local = number // max(replicas // pipelines, 1) % pipelines == context.input_pipeline_id
         return tf.data.Dataset.from_tensor_slices(tf.boolean_mask(batches, is_local))
@@ -84,7 +84,7 @@ def epochs(
         batch = tf.autograph.experimental.do_not_convert(batch)
 
     def starting_at(element: int) -> tf.data.Dataset:
-        # Whole epochs are skipped without drawing them. That needs epochs of equal length, which the pipelines have only if the
+        # Complete epochs are skipped, and their order is not computed. That needs epochs of equal length, which the pipelines have only if the
         # replicas are divided evenly among them.
         skipped_epochs = element // (steps * replicas // pipelines) if replicas % pipelines == 0 else 0
         dataset = tf.data.Dataset.counter(start_epoch + skipped_epochs).flat_map(order)
@@ -102,5 +102,5 @@ def epochs(
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the batch size of a dataset's outermost `batch`, or None if it has no `batch`."""
     sizes = map(tf_internals.own_batch_size, walk(dataset))
-    size = next((each for each in sizes if each is not None), None)
+    size = next((size for size in sizes if size is not None), None)
     return None if size is None else int(size)

@@ -9,8 +9,8 @@ import tensorflow as tf
 
 from tfdist.compat import tf_internals
 
-# The transformations that decide which element comes where, by TensorFlow's name: the name of the method, and its numbers. Others,
-# such as `map`, `cache` and `prefetch`, keep the order, and a worker may use them alone, or with a seed of its own.
+# The transformations that determine the order of elements, by TensorFlow's name: the method's name and its numbers. Others, such as
+# `map`, `cache` and `prefetch`, keep the order. So one worker may use them alone, or with a different seed.
 _METHODS = {
     "Random": ("random", ("seed", "seed2")),
     "Shuffle": ("shuffle", ("buffer_size", "seed", "seed2")),
@@ -32,14 +32,14 @@ _METHODS = {
 
 
 def walk(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
-    """Yields a dataset and the datasets it is made from, except those that its functions make."""
+    """Yields a dataset and its input datasets, except datasets that its functions create."""
     yield dataset
     for source in tf_internals.inputs(dataset):
         yield from walk(source)
 
 
 def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the traced functions of a dataset itself, as that of `map`."""
+    """Yields the traced functions of one dataset node, such as the function of `map`."""
     yield from tf_internals.dataset_functions(dataset)
 
 
@@ -50,10 +50,10 @@ def nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
 
 
 def describe_order(dataset: tf.data.Dataset) -> list[str]:
-    """Returns the transformations that decide which element comes where, from the source on, with their numbers and seeds.
+    """Returns the transformations that determine the order of elements, from the source on, with their numbers and seeds.
 
-    It reads the graph alone. It does not see the values of the source (arrays, names of files, Python generators), numbers and
-    transformations within functions, and random numbers that `map` draws.
+    It reads only the graph. It does not see the values of the source (arrays, file names, Python generators), numbers and
+    transformations within functions, or random numbers that `map` draws.
 
     Args:
         dataset: The dataset.
@@ -77,7 +77,7 @@ def describe_order(dataset: tf.data.Dataset) -> list[str]:
 
 
 def _function_seeds(dataset: tf.data.Dataset, decides: bool) -> Iterator[list[int]]:
-    """Yields the seeds of the datasets that functions of `dataset` make, and, if they decide, of their random operations."""
+    """Yields the seeds of datasets in the functions of `dataset`; with `decides` also the seeds of random operations there."""
     for function in functions(dataset):
         for scope in _scopes(function.graph):
             for node in scope.values():

@@ -1,4 +1,4 @@
-"""The generators of random numbers that Python code draws from: those of the process, and those that the code holds."""
+"""Random generators from which Python code draws: those of the process, and those that the code holds."""
 
 from __future__ import annotations
 
@@ -18,31 +18,31 @@ import numpy as np
 from tfdist.aliases import Json, RandomGenerator
 from tfdist.compat.tf_internals import PYTHON_FUNCTION_HOLDERS
 
-# Their bound methods are the functions of the modules.
+# The functions of the modules `random` and `np.random` are bound methods of these generators.
 PROCESS_GENERATORS: tuple[RandomGenerator, RandomGenerator] = (random.getstate.__self__, np.random.get_state.__self__)  # type: ignore[attr-defined]
 _KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _LIBRARIES = {"tensorflow", "keras", "numpy", "tfdist"}
-_MOST_OBJECTS, _MOST_ITEMS = 5000, 100  # a list of a million file names is no place to search
+_MOST_OBJECTS, _MOST_ITEMS = 5000, 100  # limits of the search, for example in a list of a million file names
 
 
 def find_generators(*roots: Any) -> list[RandomGenerator]:
     """Returns the generators that Python code can reach, in an order that is the same in the next run of the program.
 
-    The effect of Python code cannot be known before it runs. So this inspects the values that it holds: attributes and items of objects,
-    closures, defaults, and the globals that functions name. State that a C extension or an installed package keeps in its
-    modules is not found.
+    The effect of Python code is unknown before it runs. Therefore the search covers the values that the code holds: attributes and items of
+    objects, closures, defaults, and the globals that functions name. It misses state in modules of C extensions and installed
+    packages.
 
     Args:
         roots: Functions and objects.
     """
-    found: dict[int, Any] = {}  # by address, and so that the addresses stay taken
+    visited: dict[int, Any] = {}  # by address; holding the values keeps their addresses in use
     queue = collections.deque(roots)
-    while queue and len(found) < _MOST_OBJECTS:
+    while queue and len(visited) < _MOST_OBJECTS:
         value = queue.popleft()
-        if id(value) not in found:
-            found[id(value)] = value
+        if id(value) not in visited:
+            visited[id(value)] = value
             queue.extend(_held(value))
-    return [v for v in found.values() if isinstance(v, _KINDS) and not isinstance(v, random.SystemRandom)]
+    return [v for v in visited.values() if isinstance(v, _KINDS) and not isinstance(v, random.SystemRandom)]
 
 
 def get_state(generator: RandomGenerator) -> Json:
@@ -55,7 +55,7 @@ def get_state(generator: RandomGenerator) -> Json:
 
 
 def set_state(generator: RandomGenerator, state: Json) -> None:
-    """Sets the state that `get_state` returned, also if JSON has made lists of its tuples."""
+    """Sets the state that `get_state` returned, also if JSON has converted its tuples to lists."""
     if isinstance(generator, random.Random):
         version, numbers, gauss = state
         generator.setstate((version, tuple(numbers), gauss))
@@ -113,11 +113,11 @@ def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
 
 
 def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
-    """Yields the globals that code names, and attributes of modules such as `np.random.normal`."""
+    """Yields the globals that `code` names, and the attributes of modules that it names, such as `np.random.normal`."""
     value: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
-            yield value  # a function, of which this is the argument
+            yield value  # no attribute follows, as for a function whose argument is loaded now
             value = names.get(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
             follows = value in (random, np, np.random) or not _is_library(value.__name__)
@@ -125,7 +125,7 @@ def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
         else:
             yield value
             value = None
-    for constant in code.co_consts:  # of functions and comprehensions inside
+    for constant in code.co_consts:  # the code of inner functions and comprehensions
         if isinstance(constant, types.CodeType):
             yield from _named(constant, names)
 

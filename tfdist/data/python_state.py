@@ -1,4 +1,4 @@
-"""Training data that Python code makes: their random numbers, and the order of a `keras.utils.PyDataset`."""
+"""The state of training data that Python code creates: random generators, and the order of a `keras.utils.PyDataset`."""
 
 from __future__ import annotations
 
@@ -20,24 +20,24 @@ from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators
 from tfdist.runtime.log import logger
 
 _ARRAY = "array of "
-_REMEDY = "give it state_dict() and load_state_dict(state), as a callback has"
+_REMEDY = "give it state_dict() and load_state_dict(state), like a callback"
 
 
 class PythonDataState:
-    """The random generators of Python code that makes data, and of a PyDataset.
+    """The state of the random generators from which Python code or a PyDataset draws to create data.
 
-    It draws from the generators of the process, `random` and `numpy.random`, and from those that it holds.
+    These are the generators of the process, `random` and `numpy.random`, and generators that the code holds.
 
     Args:
         adapter: Keras' data adapter.
-        called: The Python functions that the data call even if they are not a `keras.utils.PyDataset`.
+        called: The Python functions that datasets call, if the data are not a `keras.utils.PyDataset`.
         is_backed_up: Whether to record the state for a backup at the hooks of a PyDataset.
         reads_on: Whether a thread may read the data while hooks are called.
 
     Attributes:
-        is_used: Whether Python code makes the data.
-        order: A checksum of a PyDataset's first batch in the present epoch, if its hooks may change it, else None.
-        drawn_by_hooks: For each hook that was called, the states, by generator, from which it has drawn.
+        is_used: Whether Python code creates the data.
+        order: A checksum of a PyDataset's first batch in the current epoch, if hooks may change its order, else None.
+        drawn_by_hooks: For each hook call, the state from which the hook drew, by the generator's index.
     """
 
     def __init__(self, adapter: DataAdapter, called: Sequence[Function], is_backed_up: bool, reads_on: bool):
@@ -53,11 +53,11 @@ class PythonDataState:
         self.is_used = self._data is not None or bool(called)
         self.order: int | None = None
         self.drawn_by_hooks: list[dict[str, Any]] = []
-        self._hooks = 0  # that were called
+        self._hooks = 0  # number of hook calls
         self._after_hook: list[Json] = [None] * len(self._generators)
 
     def state(self) -> Json:
-        """Returns the state, as plain JSON, or None if no Python code makes the data."""
+        """Returns the state as plain JSON, or None if no Python code creates the data."""
         if not self.is_used:
             return None
         state = process_generator_states()
@@ -70,24 +70,24 @@ class PythonDataState:
         """Restores the state that `state` returned."""
         if state:
             set_process_generator_states(state)
-            # A backup of an earlier version has none.
+            # A backup of an earlier version has no "own".
             for generator, saved in zip(self._own, state.get("own", ()), strict=False):
                 python_generators.set_state(generator, _from_json(saved))
             if self._keeps:
                 self._data.load_state_dict(_from_json(state["data"]))
 
     def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
-        """Yields why a resume will not be exact, and the remedies. Has a PyDataset make its first batches twice.
+        """Yields why a resume will not be exact, and the remedies. Reads the first batches of a PyDataset twice.
 
         Args:
-            callbacks: The user's, which may draw while a thread reads the data.
+            callbacks: The user's callbacks, which may draw while a thread reads the data.
         """
         for kind in dict.fromkeys(type(value) for value in callbacks if self.is_used):
-            # Of its class alone: a callback that holds the data need not draw.
+            # Search only its class: a callback that holds the data may still not draw.
             if any(value in self._generators for value in find_generators(kind)):
                 yield (
-                    f"the callback {kind.__name__} may draw from a generator, as random or numpy.random, while the data's Python "
-                    "code draws from it in a thread; give it one of its own, with state_dict() and load_state_dict(state)"
+                    f"the callback {kind.__name__} may draw from a generator, such as random or numpy.random, while the data's Python "
+                    "code draws from it in a thread; give it its own generator, with state_dict() and load_state_dict(state)"
                 )
         if self._data is None:
             return
@@ -118,20 +118,22 @@ class PythonDataState:
             yield f"the PyDataset {name} draws for each batch from a generator that cannot be found; {_REMEDY}"
 
     def run_hook(self, hook: Callable[[], None]) -> None:
-        """Calls a hook of a PyDataset, on the numbers that it drew before the backup if it was called then."""
+        """Calls a hook of a PyDataset. If this call ran before the backup, the hook draws the same numbers again."""
         number, self._hooks = self._hooks, self._hooks + 1
         if not self._records:
             hook()
             return
-        goes_on = number >= len(self.drawn_by_hooks)
-        if not goes_on:
+        is_new = number >= len(self.drawn_by_hooks)
+        if not is_new:
             self._set_states(self._after_hook)
             drawn = self.drawn_by_hooks[number]
             self._set_states([drawn.get(str(index)) for index in range(len(self._generators))])
         before = self._states()
         hook()
         states = self._states()
-        if goes_on:  # most hooks draw from one generator, from which no other code draws: then there is little to keep
+        if (
+            is_new
+        ):  # store only states from which this hook draws and which differ from those after the last hook: usually few
             changes = enumerate(zip(before, self._after_hook, states, strict=True))
             self.drawn_by_hooks.append(
                 {str(index): was for index, (was, last, now) in changes if was not in (last, now)}
@@ -139,20 +141,20 @@ class PythonDataState:
         self._after_hook = states
 
     def record_order(self) -> None:
-        """Notes the order of the epoch that begins next. No other thread may read the data meanwhile."""
+        """Records the order of the next epoch in `order`. No other thread may read the data during the call."""
         if self._records:
             with self._preserve_generators():
-                for generator in self._generators:  # as noise must not change it
+                for generator in self._generators:  # random augmentation must not change the checksum
                     python_generators.reset(generator)
                 self.order = _checksum(self._data, 1)
 
     def end_epochs(self, number: int, order: int | None, drawn_by_hooks: list[dict[str, Any]]) -> None:
-        """Calls a PyDataset's hooks as in the epochs that have ended, which may have shuffled it each time.
+        """Calls a PyDataset's hooks as often as in the epochs that have ended, because they may shuffle the data.
 
         Args:
-            number: The epochs.
-            order: `order` afterwards, if known.
-            drawn_by_hooks: As the attribute, of the backup.
+            number: The number of epochs.
+            order: The expected value of `order` after the calls, if known.
+            drawn_by_hooks: The attribute of that name from the backup.
         """
         if self._data is None or self._keeps:
             return
@@ -163,13 +165,13 @@ class PythonDataState:
         self.record_order()
         if order is not None and order != self.order:
             logger.warning(
-                f"resume is not exact: the PyDataset {type(self._data).__name__} comes in another order than before; seed the "
+                f"resume is not exact: the PyDataset {type(self._data).__name__} yields its batches in another order than before; seed the "
                 f"generator that its on_epoch_end draws from, or {_REMEDY}."
             )
 
     @contextlib.contextmanager
     def preserve_own_generators(self) -> Iterator[None]:
-        """Leaves the generators that the Python code holds as they are."""
+        """Restores the generators that the Python code holds at the end of the context."""
         before = [python_generators.get_state(g) for g in self._own]
         try:
             yield
@@ -220,7 +222,7 @@ def _checksum(data: keras.utils.PyDataset, batches: int) -> int:
     for number in range(min(batches, data.num_batches or batches)):
         for value in tf.nest.flatten(data[number]):
             array = np.ascontiguousarray(value)
-            # Of objects, bytes would be addresses.
+            # The bytes of object arrays are addresses.
             checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), checksum)
     return checksum
 

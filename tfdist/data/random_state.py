@@ -1,7 +1,7 @@
 """The random state of training data, which a backup holds and resumed training restores.
 
-A resumed training repeats the pass over the data that was interrupted, and drops the elements it has trained on. So a backup holds
-the state at the begin of that pass, and of the first pass, which may have filled a cache.
+A resumed training repeats the interrupted pass over the data, and skips the elements that were used. So a backup holds the
+states at the beginning of that pass and of the first pass, which may have filled a cache.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
 
 
 def python_functions(dataset: tf.data.Dataset) -> Iterator[Function]:
-    """Yields the Python functions that a dataset's own functions call, as those of `from_generator` and `py_function`."""
+    """Yields the Python functions that a dataset's own functions call, such as those of `from_generator` and `py_function`."""
     for function in functions(dataset):
         for node in nodes(function.graph):
             if tf_internals.is_python_call(node):
@@ -43,18 +43,18 @@ def python_functions(dataset: tf.data.Dataset) -> Iterator[Function]:
 
 
 class DatasetRandomState:
-    """The random state of a training's data.
+    """The random state of the data of a training.
 
     Args:
         datasets: This process's datasets, in an order that is the same in the next run.
         adapter: Keras' data adapter, which calls its own `on_epoch_end` at the end of each epoch's data.
         is_backed_up: Whether `capture` will be called.
-        reads_on: Whether a pass may go on after the end of an epoch, and a thread read it ahead.
+        reads_on: Whether a pass may continue after the end of an epoch, so that a thread may read ahead.
 
     Attributes:
-        is_random: Whether the data have a state of which this knows.
-        calls_python: Whether Python code makes the data.
-        stays: Whether the training has resumed after the last step of an epoch, of which it runs no step again.
+        is_random: Whether the data have a state that this object can save.
+        calls_python: Whether Python code creates the data.
+        stays: Whether the training has resumed within an epoch and run no step since.
     """
 
     def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: DataAdapter, is_backed_up: bool, reads_on: bool):
@@ -66,31 +66,31 @@ class DatasetRandomState:
         self.is_random = bool(self._variables) or self.calls_python
         self.stays = self._epochs_before_resume = False
         self._has_begun = False
-        self._epochs = 0  # whose data have ended
-        self._is_over = False  # the present epoch's data
+        self._epochs = 0  # number of epochs whose data have ended
+        self._is_over = False  # whether the data of the current epoch have ended
         self._states: dict[
             str, tuple[list[np.ndarray], Json]
-        ] = {}  # by moment: at the begin of the "first" and of this "pass"
+        ] = {}  # by moment: the beginning of the "first" pass and of this "pass"
         self._adapter = adapter
         begin, end = adapter.on_epoch_begin, adapter.on_epoch_end
         adapter.on_epoch_begin = lambda: self._python.run_hook(begin)
         adapter.on_epoch_end = lambda: self._end_epoch(end)
 
     def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
-        """Yields why this is not all of the data's state, and the remedies.
+        """Yields why the saved state of the data is incomplete, and the remedies.
 
         Args:
-            callbacks: The user's, which may draw while a thread reads the data.
+            callbacks: The user's callbacks, which may draw while a thread reads the data.
         """
         yield from self._python.doubts(callbacks)
 
     def begin_epoch(self) -> None:
-        """Says that an epoch begins."""
+        """Records that an epoch begins."""
         self._has_begun, self._is_over = True, False
 
     @contextlib.contextmanager
     def preserve_seed_generators(self) -> Iterator[None]:
-        """Leaves the seed generators, and those that Python code of the data holds, as they are."""
+        """Restores the seed generators, and the generators of the data's Python code, at the end of the context."""
         before = [variable.numpy() for variable in self._variables]
         try:
             with self._python.preserve_own_generators():
@@ -100,10 +100,10 @@ class DatasetRandomState:
                 variable.assign(value)
 
     def begin_pass(self, number: int) -> None:
-        """Notes the state at the begin of a pass, before its iterator is made.
+        """Records the state at the beginning of a pass, before its iterator is created.
 
         Args:
-            number: The pass, from 1.
+            number: The number of the pass, from 1.
         """
         self._states["pass"] = self._now()
         if number == 1:
@@ -128,11 +128,11 @@ class DatasetRandomState:
         return {**taken, _PYTHON: tf.constant(json.dumps({"moments": python, **hooks}))}
 
     def load(self, own: Mapping[str, Any], goes_on: bool) -> None:
-        """Makes the state from `capture` known to `restore`, and lets a `PyDataset` end the epochs that had ended.
+        """Loads the state from `capture`, for `restore`, and repeats the hooks of a `PyDataset` for the epochs that had ended.
 
         Args:
-            own: The state from `capture`, and more.
-            goes_on: Whether the training goes on in the epoch, not with a new one.
+            own: This rank's part of a backup, which includes the state from `capture`.
+            goes_on: Whether the training resumes within an epoch, not at the beginning of one.
         """
         if not self.is_random or _PYTHON not in own:  # a backup of an earlier version
             return
@@ -149,16 +149,16 @@ class DatasetRandomState:
         self._python.end_epochs(self._epochs, None if repeats else body["order"], body.get("drawn", []))
 
     def restore(self, moment: str) -> None:
-        """Restores the state at the begin of the `"first"` pass, of this `"pass"`, or the `"now"` of the backup."""
+        """Restores the state at the beginning of the `"first"` pass, of this `"pass"`, or at the backup (`"now"`)."""
         if moment in self._states:
             self._assign(self._states[moment])
 
     def prepare_replay(self, number: int, goes_on: bool) -> Callable[[], None]:
-        """Prepares that the passes before are replayed; returns a function to call before the iterator of this pass is made.
+        """Prepares a replay of the earlier passes; returns a function to call after it, before the iterator of this pass is created.
 
         Args:
-            number: The pass, from 1.
-            goes_on: Whether it is the pass of the backup, not a new one.
+            number: The number of the pass, from 1.
+            goes_on: Whether it is the pass of the backup, not a new pass.
         """
         before = self._now()
         self.restore("first")
@@ -181,7 +181,7 @@ class DatasetRandomState:
         return [variable.numpy() for variable in self._variables], self._python.state()
 
     def _end_epoch(self, end: Callable[[], None]) -> None:
-        if not self._has_begun:  # as Keras does before the first epoch
+        if not self._has_begun:  # Keras calls it before the first epoch, too
             end()
             return
         if self.stays and not self._epochs_before_resume:

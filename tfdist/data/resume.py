@@ -1,4 +1,4 @@
-"""Starts a dataset at an element, or at a later pass."""
+"""Functions that start a dataset at a later element or pass."""
 
 from __future__ import annotations
 
@@ -15,17 +15,17 @@ STARTING_AT = "_tfdist_starting_at"  # an attribute of the datasets of `epochs`
 
 
 def skip(dataset: tf.data.Dataset, elements: int) -> tf.data.Dataset:
-    """Returns a dataset without its first elements; that of `epochs` is made anew, and does not load them."""
+    """Returns a dataset without its first elements. A dataset of `epochs` is created again and does not load them."""
     return getattr(dataset, STARTING_AT, dataset.skip)(elements)
 
 
 def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
-    """Begins passes over a dataset, so that the next one shuffles as the one after them.
+    """Begins passes over a dataset, so that the next pass has the order that follows after `passes` passes.
 
     Args:
         dataset: The dataset.
-        passes: How many.
-        reads: Whether to read the first one to its end if it filled a cache, which holds the order of that pass.
+        passes: The number of passes.
+        reads: Whether to read the first pass to its end if the dataset has a cache, which keeps the order of that pass.
     """
     if passes and reads and any(isinstance(reshuffling, CacheDataset) for reshuffling in walk(dataset)):
         collections.deque(iter(dataset), maxlen=0)
@@ -34,22 +34,22 @@ def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
         for _ in range(times):
             iter(
                 reshuffling
-            )  # moves its own order alone: it begins the dataset that it is made from when it is first read
+            )  # advances only the order of this dataset: its input begins when the iterator is first read
 
 
 def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tuple[tf.data.Dataset, int]]:
-    """Yields the datasets that come in another order each time they begin, and how often they begin.
+    """Yields the datasets whose order changes with each iterator, and how often an iterator of each begins.
 
     Args:
         dataset: A dataset.
-        begun: How many iterators of it are made.
-        read: How many of them are read.
+        begun: The number of its iterators that are created.
+        read: The number of these iterators that are read.
     """
     if isinstance(dataset, (ShuffleDataset, RandomDataset)):
         yield dataset, begun
         begun = read
     if isinstance(dataset, RepeatDataset):
         count = max(tf_internals.repeat_count(dataset), 1)
-        begun, read = begun + read * count, read * count  # it starts again even after the last time
+        begun, read = begun + read * count, read * count  # `repeat` opens its input once more after the last repetition
     for source in tf_internals.inputs(dataset):
         yield from _reshuffling_datasets(source, begun, read)

@@ -1,7 +1,8 @@
-"""Arrays of a dataset function that runs in another process, as inputs of its graph instead of constants.
+"""Arrays of a dataset function that runs in another process, passed as inputs of its graph instead of constants.
 
-A graph holds arrays as constants: in one message of protobuf, which has 2 GB at most, and once more for each worker. A tensor that
-exists before the graph is traced is an argument of it. TensorFlow sends it to a worker once, in one message: so it is in pieces.
+A graph holds arrays as constants: in one protobuf message of at most 2 GB, and once more for each worker. A tensor that exists
+before the graph is traced becomes an input of the graph. TensorFlow sends an input to a worker once, in one message, so large
+arrays are cut into pieces.
 """
 
 from __future__ import annotations
@@ -18,37 +19,37 @@ import tensorflow as tf
 from tfdist.aliases import Structure
 from tfdist.compat import tf_internals
 
-PIECE = 2**28  # bytes of a tensor at most, if an example has not more; sending one takes several times its size
-LARGEST = 2_000_000_000  # bytes; of one message of protobuf, such as a tensor or a graph
-SMALLEST = 2**16  # bytes of an array that `from_tensor_slices` does not leave to the graph
+PIECE = 2**28  # largest piece in bytes, if an example is not larger; sending a piece needs several times its size
+LARGEST = 2_000_000_000  # bytes; limit of a protobuf message, such as a tensor or a graph
+SMALLEST = 2**16  # bytes; `from_tensor_slices` leaves smaller arrays in the graph
 
-_Cut = tuple[int, Sequence[tf.Tensor]]  # rows of each piece but the last, and the pieces
-# The arrays of the workers that are traced now, by id, and what was made of them for the worker before.
+_Cut = tuple[int, Sequence[tf.Tensor]]  # rows of each piece except the last, and the pieces
+# Pieces of the arrays in the dataset functions that are traced now, by the id of the array and the rows; shared by all workers.
 _Made = dict[tuple[int, int], tuple[Any, _Cut]]
 _made: contextvars.ContextVar[_Made | None] = contextvars.ContextVar("made", default=None)
 
 
 @contextlib.contextmanager
 def sent(made: _Made) -> Iterator[None]:
-    """Within it, `cut` cuts, and `tf.data.Dataset.from_tensor_slices` and `from_tensors` take large arrays so, too.
+    """Makes `cut`, `tf.data.Dataset.from_tensor_slices` and `from_tensors` cut large arrays within the context.
 
     Args:
-        made: Tensors made of arrays by earlier calls. Empty at first.
+        made: The pieces of arrays that earlier calls have cut. Empty at first.
     """
     token = _made.set(made)
     try:
-        with tf_internals.replacing_dataset_sources(_slices, _whole):
+        with tf_internals.replacing_dataset_sources(_slices, _tensors):
             yield
     finally:
         _made.reset(token)
 
 
 def cut(array: Structure, rows: int | None = None) -> _Cut:
-    """Returns `array` as tensors of so many rows each, outside of all graphs; as one where none is sent.
+    """Returns `array` as tensors of `rows` rows each, outside of all graphs. Outside of `sent`, returns one tensor.
 
     Args:
         array: An array or tensor `[examples, ...]`.
-        rows: How many; by default as many as `PIECE` has.
+        rows: Rows of a tensor; by default as many as fit in `PIECE`.
     """
     made = _made.get()
     with tf.init_scope():
@@ -63,14 +64,14 @@ def cut(array: Structure, rows: int | None = None) -> _Cut:
 
 
 def gather(pieces: _Cut, indices: tf.Tensor) -> tf.Tensor:
-    """Returns the rows `indices`, in their order."""
+    """Returns the rows at `indices`, in the order of `indices`."""
     rows, tensors = pieces
     if len(tensors) == 1:
         return tf.gather(tensors[0], indices)
     which = tf.cast(indices // rows, tf.int32)
     within = tf.dynamic_partition(indices % rows, which, len(tensors))
-    places = tf.dynamic_partition(tf.range(tf.size(indices)), which, len(tensors))
-    stitched = tf.dynamic_stitch(places, [tf.gather(*pair) for pair in zip(tensors, within, strict=True)])
+    positions = tf.dynamic_partition(tf.range(tf.size(indices)), which, len(tensors))
+    stitched = tf.dynamic_stitch(positions, [tf.gather(*pair) for pair in zip(tensors, within, strict=True)])
     return tf.ensure_shape(stitched, [*indices.shape, *tensors[0].shape[1:]])
 
 
@@ -101,19 +102,19 @@ def _slices(original: Callable[..., tf.data.Dataset], tensors: Structure, name: 
         return original(_replaced(tensors, leaves), name=name)
     columns = [cut(leaf, min(map(_rows, large)))[1] for leaf in leaves]
     datasets = [original(tf_internals.dataset_structure(tensors, row), name=name) for row in zip(*columns, strict=True)]
-    whole = datasets[0]
+    joined = datasets[0]
     for piece in datasets[1:]:
-        whole = whole.concatenate(piece)
-    return whole
+        joined = joined.concatenate(piece)
+    return joined
 
 
-def _whole(original: Callable[..., tf.data.Dataset], tensors: Structure, name: str | None = None) -> tf.data.Dataset:
+def _tensors(original: Callable[..., tf.data.Dataset], tensors: Structure, name: str | None = None) -> tf.data.Dataset:
     if _made.get() is None:
         return original(tensors, name=name)
     return original(_replaced(tensors, tf_internals.dataset_leaves(tensors)), name=name)
 
 
 def _replaced(tensors: Structure, leaves: Sequence[Structure]) -> Any:
-    """Returns `tensors` with each large array as one tensor, if one message can hold it: a graph says that it cannot either."""
+    """Returns `tensors` with each large array as one tensor. Keeps an array that exceeds one message: TensorFlow raises its own error."""
     new = [cut(leaf, len(leaf))[1][0] if _is_large(leaf) and _bytes(leaf) < LARGEST else leaf for leaf in leaves]
     return tf_internals.dataset_structure(tensors, new)

@@ -27,12 +27,12 @@ class DataSource:
     Args:
         data: The distributed data.
         datasets: This process's datasets, from which the data are made; empty if unknown.
-        steps: The number of steps of a pass; None if it is not known, or they never end.
+        steps: The number of steps of a pass; None if it is unknown or infinite.
         parts: The number of replicas among which an element of the datasets is split.
         open_at: Returns a pass that begins at a step; called as `open_at(number, steps, ready)` (see `DataSource.open_at`).
 
     Attributes:
-        adapter: Keras' data adapter, with hooks for the begin and the end of an epoch.
+        adapter: Keras' data adapter, with hooks for the beginning and the end of an epoch.
     """
 
     def __init__(
@@ -58,9 +58,9 @@ class DataSource:
         """Returns an iterator of a pass that begins at a step.
 
         Args:
-            number: The pass, from 1: a dataset that shuffles does so differently in each.
-            steps: Steps of it to leave out.
-            ready: Called before the iterator is made, and after the passes before are replayed.
+            number: The number of the pass, from 1; a dataset that shuffles has a different order in each pass.
+            steps: The number of steps to skip.
+            ready: Called after the earlier passes are replayed, and before the iterator is created.
         """
         if self._open_at:
             return self._open_at(number, steps, ready)
@@ -70,7 +70,7 @@ class DataSource:
 
     @property
     def form(self) -> Structure:
-        """The form of an element of the first dataset: of the first element, if it is not known of all."""
+        """The specification of the elements of the first dataset; the first element itself, if their shapes are not known."""
         data = self.datasets[0] if self.datasets else self.data
         form = data.element_spec
         if keras_loops.reads_python(self.adapter) or all(_is_known(leaf) for leaf in tf.nest.flatten(form)):
@@ -86,18 +86,18 @@ def _is_known(spec: Spec) -> bool:
 class Passes:
     """The passes of a loop over a source, opened when Keras opens them, and the steps of each epoch.
 
-    Without `steps_per_epoch` each epoch is one pass. Keras opens a further one at its end, of which nothing is read; data that
-    shuffle count it. With `steps_per_epoch` a pass goes on in the next epoch.
+    Without `steps_per_epoch` each epoch is one pass. At its end Keras opens a further pass and does not read it; for data that
+    shuffle, this pass counts. With `steps_per_epoch` a pass continues in the next epoch.
 
     Args:
         source: The data.
-        steps_per_epoch: The number of steps of an epoch, or None for a pass.
+        steps_per_epoch: The number of steps of an epoch; None means one pass.
         steps_per_execution: The number of steps between two hooks.
         begin_pass: Called before each pass is opened.
 
     Attributes:
-        iterator: That of the present pass.
-        steps: The number of steps of an epoch; None as long as it is not known.
+        iterator: The iterator of the current pass.
+        steps: The number of steps of an epoch; None while it is unknown.
     """
 
     def __init__(
@@ -109,24 +109,24 @@ class Passes:
         self._per_execution = steps_per_execution
         self._begin_pass = begin_pass
         self._num_batches = source.steps
-        self._seen = 0  # steps of the present pass
+        self._seen = 0  # steps of the current pass
 
     @property
     def steps(self) -> int | None:
         return self.steps_per_epoch or self._num_batches
 
     def reset(self) -> None:
-        """Forgets the present pass, before a loop."""
+        """Drops the current pass, before a loop."""
         self.iterator, self._seen, self._num_batches = None, 0, self.source.steps
         self.source.adapter.on_epoch_end()
 
     def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
-        """Yields, for each execution, its first step, its last step by Keras' counting, and how many steps the epoch has left.
+        """Yields, for each execution, its first step, its last step by Keras' counting, and the remaining steps of the epoch.
 
         Keras counts an execution as `steps_per_execution` steps, also at the end of the epoch.
 
         Args:
-            first: The step with which to begin.
+            first: The first step to run.
         """
         self.source.adapter.on_epoch_begin()
         total, size = self.steps or None, self._per_execution
@@ -147,7 +147,7 @@ class Passes:
         self.source.adapter.on_epoch_end()
 
     def end_early(self) -> None:
-        """Ends the present pass, and the epoch, as the data have ended."""
+        """Ends the current pass and the epoch, because the data have ended."""
         if self._num_batches is None:
             self._num_batches = self._seen
         if self.steps_per_epoch or keras_loops.WARNS_OF_UNKNOWN_END:
@@ -156,7 +156,7 @@ class Passes:
         self.source.adapter.on_epoch_end()
 
     def close(self) -> None:
-        """Forgets the iterator: it might read ahead without limit, as long as an error's traceback holds it."""
+        """Drops the iterator, which might read ahead without limit while an error's traceback holds it."""
         self.iterator = None
 
     def _open(self, is_read: bool = True) -> None:
@@ -165,7 +165,7 @@ class Passes:
         Args:
             is_read: Whether a step will read it.
         """
-        self.iterator, self._seen = None, 0  # or the pass before might read ahead, and draw random numbers
+        self.iterator, self._seen = None, 0  # drop the old iterator: it might read ahead, and draw random numbers
         self._begin_pass()
         if is_read or not self.source.datasets:
             self.iterator = self.source.open()

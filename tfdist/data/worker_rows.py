@@ -1,4 +1,4 @@
-"""Data of which each worker has its own: `own_rows`, and datasets whose options say `AutoShardPolicy.OFF`."""
+"""Separate data of each worker: `own_rows`, and datasets whose options set `AutoShardPolicy.OFF`."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ _KEEP_COUNT = ("Map", "Prefetch", "Options", "Cache", "Shuffle")
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class OwnRows:
-    """Arrays of which each worker has its own; made by `own_rows`.
+    """Separate arrays of each worker; created by `own_rows`.
 
     Attributes:
         x: The inputs, as `fit` takes them.
@@ -30,25 +30,25 @@ class OwnRows:
     sample_weight: Data = None
 
     def dataset(self, batch_size: int, shuffle: bool | str = False) -> tf.data.Dataset:
-        """Returns the dataset that Keras makes of the arrays.
+        """Returns the dataset that Keras creates from the arrays.
 
         Args:
             batch_size: Examples in a batch of this worker.
-            shuffle: As of `fit`.
+            shuffle: As for `fit`.
         """
         adapter = ArrayDataAdapter(self.x, self.y, self.sample_weight, batch_size=batch_size, shuffle=shuffle)
         return adapter.get_tf_dataset().apply(tf.data.experimental.assert_cardinality(adapter.num_batches))
 
 
 def own_rows(x: Data, y: Data = None, sample_weight: Data = None) -> OwnRows:
-    """Declares that each worker has arrays of its own, all of which are used.
+    """Declares that each worker passes different arrays, and that all rows of each are used.
 
         model.fit(tfdist.data.own_rows(x[rank::size], y[rank::size]), batch_size=64, epochs=3)
 
-    Without it all workers give the same arrays, and each trains on its share. With it a step has `batch_size / workers`
-    examples of each worker, rounded up. The arrays may be of unequal length: a worker whose examples have ended contributes none
-    for the rest of the epoch, and every example of any worker counts once in losses and metrics. `predict` returns the outputs of
-    the first worker's examples, then those of the second one's, and so on, on every rank. In one process it is the same as the arrays.
+    Without `own_rows` all workers pass the same arrays, and each trains on its share. With it a step has `batch_size / workers`
+    examples of each worker, rounded up. The arrays may have unequal lengths: a worker whose examples have ended contributes no
+    examples until the epoch ends. Every example of any worker counts once in losses and metrics. On every rank, `predict` returns
+    the outputs for worker 0's examples, then for worker 1's, and so on. In one process it is equal to passing the arrays.
 
     Args:
         x: The inputs, as the first argument of `fit`: an array, or a list, tuple or dict of arrays.
@@ -56,11 +56,11 @@ def own_rows(x: Data, y: Data = None, sample_weight: Data = None) -> OwnRows:
         sample_weight: The weights of the examples.
 
     Returns:
-        `fit`, `evaluate`, `predict` and `validation_data` accept it in place of `x`. Their `batch_size` and `shuffle` apply.
+        The rows; `fit`, `evaluate`, `predict` and `validation_data` accept them in place of `x`. Their `batch_size` and `shuffle` apply.
 
     Examples:
         >>> import numpy as np, tfdist.data
-        >>> rows = tfdist.data.own_rows(np.ones((3, 4)), np.ones(3))  # of this worker
+        >>> rows = tfdist.data.own_rows(np.ones((3, 4)), np.ones(3))  # the rows of this worker
         >>> rows.x.shape
         (3, 4)
     """
@@ -76,11 +76,11 @@ def is_own(data: Data) -> bool:
 
 
 def count_pieces(dataset: tf.data.Dataset, workers: int) -> int:
-    """Returns how many pieces the batches of a dataset are cut into, or a negative cardinality.
+    """Returns the number of pieces into which the batches of a dataset are cut, or a negative cardinality.
 
     Args:
         dataset: A dataset of batches.
-        workers: Each piece has the size that its dataset gives to `batch` by so many, rounded up, or less.
+        workers: The number of workers. A piece has at most the batch size divided by this number, rounded up.
     """
     batches, size = int(dataset.cardinality()), arrays.batch_size(dataset)
     if batches <= 0 or workers == 1:

@@ -1,4 +1,4 @@
-"""The cluster that a run started here would find, and whether host and port are the task's own. No TensorFlow here."""
+"""The check of the cluster that a run on this host would use, and of the task's host and port. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -14,17 +14,20 @@ from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable, s
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.runtime import progress
 
-_TIMEOUT = 5.0  # seconds for resolvers that wait for the others
+_TIMEOUT = 5.0  # seconds for resolvers that wait for other tasks
 _ALONE = "unset TF_CONFIG to train on this machine alone"
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields the cluster found, or its errors, and findings about this task's host and port."""
-    config, is_launched = environ.get("TF_CONFIG", ""), bool(environ.get(progress.FOLDER))  # which may have both
+    """Yields the resolved cluster, or its errors, and findings about this task's host and port."""
+    config, is_launched = (
+        environ.get("TF_CONFIG", ""),
+        bool(environ.get(progress.FOLDER)),
+    )  # a launched task may have several sources
     others = [name for name, (sign, _) in discovery.RESOLVERS.items() if environ.get(sign, "").strip()]
     others = [name for name in others if name != "tf_config"]
     if "".join(config.split()) not in ("", "{}") and others and not is_launched:
-        value = f"set beside the variables of {' and '.join(others)}, and comes before them"
+        value = f"set together with the variables of {' and '.join(others)}, and takes precedence"
         yield Finding(WARNING, "TF_CONFIG", value, "unset TF_CONFIG if an earlier run has left it")
     try:
         resolved = discovery.resolve(environ, timeout=_TIMEOUT)
@@ -47,7 +50,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _own_address(resolved: ResolvedCluster) -> Finding:
-    """Returns whether the task's address is one of this machine's, and then whether its port is free."""
+    """Returns a finding about the task's address: whether this machine has the address, and whether the port is free."""
     address = resolved.cluster.address(resolved.task)
     host, what = shorten(split_address(address)[0]), "own address"
     try:
@@ -56,7 +59,7 @@ def _own_address(resolved: ResolvedCluster) -> Finding:
         remedy = "correct the name, or add it to DNS or /etc/hosts"
         return Finding(WARNING, what, f"{host} is not known here: {e.strerror or e}", remedy)
     if not theirs & _addresses_of_this_machine():
-        value = f"{resolved.task} is to be at {host} ({', '.join(sorted(theirs))}), which is no address of this machine"
+        value = f"{resolved.task} should be at {host} ({', '.join(sorted(theirs))}), which is not an address of this machine"
         remedy = "unset TF_CONFIG if another run has left it, or give this machine its own task"
         return Finding(WARNING, what, value, f"{remedy}; right only behind a translated address")
     try:
@@ -67,7 +70,7 @@ def _own_address(resolved: ResolvedCluster) -> Finding:
 
 
 def host_name(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields whether the name of this host leads to it, also for other hosts."""
+    """Yields a finding about this host's name: whether it resolves to this host, also from other hosts."""
     name, what = shorten(socket.gethostname()), "host name"
     remedy = f"give {name} its address in DNS or /etc/hosts"
     try:
@@ -77,9 +80,9 @@ def host_name(environ: Mapping[str, str]) -> Iterator[Finding]:
         return
     value = f"{name}: {', '.join(sorted(addresses))}"
     if not addresses & _addresses_of_this_machine():
-        yield Finding(WARNING, what, f"{value}, which is no address of this machine", remedy)
+        yield Finding(WARNING, what, f"{value}, which is not an address of this machine", remedy)
     elif all(ipaddress.ip_address(address).is_loopback for address in addresses):
-        yield Finding(NOTE, what, f"{value}, which each host takes for itself", f"for several hosts, {remedy}")
+        yield Finding(NOTE, what, f"{value}, which leads each host to itself", f"for several hosts, {remedy}")
     else:
         yield Finding(OK, what, value)
 
@@ -88,8 +91,8 @@ def _resolve_host(host: str) -> set[str]:
     """Returns the addresses of a host's name, or raises an OSError. May take long: call it in a thread."""
     try:
         entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
-    except UnicodeError:  # a part of the name is too long, or empty
-        raise OSError("no name of a host") from None
+    except UnicodeError:  # a label of the name is too long or empty
+        raise OSError("not a valid host name") from None
     return {str(entry[4][0]).partition("%")[0] for entry in entries}  # without the zone of an IPv6 address
 
 

@@ -1,4 +1,4 @@
-"""Devices that TensorFlow finds, in a process of its own, as a broken driver can hang or kill it; and GPUs of the system."""
+"""The check of TensorFlow's devices, in a separate process, because a broken driver can block or kill it; and of the system's GPUs."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ _MARK = "tfdist-devices "
 _LOOK = f"""
 import json
 import tensorflow as tf
-found = [(each.name.removeprefix("/physical_device:"), tf.config.experimental.get_device_details(each).get("device_name", ""))
-    for each in tf.config.list_physical_devices() if each.device_type != "XLA_CPU"]
-print("\\n{_MARK}" + json.dumps(found), flush=True)
+devices = [(d.name.removeprefix("/physical_device:"), tf.config.experimental.get_device_details(d).get("device_name", ""))
+    for d in tf.config.list_physical_devices() if d.device_type != "XLA_CPU"]
+print("\\n{_MARK}" + json.dumps(devices), flush=True)
 """
 
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields which devices TensorFlow finds, or why it cannot be loaded."""
+    """Yields a finding with TensorFlow's devices, or with the reason why TensorFlow cannot be loaded."""
     quiet = {tensorflow_log.LEVEL: tensorflow_log.ERRORS_ONLY, **environ}
     code, output, errors = run([sys.executable, "-c", _LOOK], quiet, _LIMIT)
     answer = next((line.removeprefix(_MARK) for line in output.splitlines() if line.startswith(_MARK)), None)
@@ -35,7 +35,7 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
         if code is None:
             why = f"gave no answer within {_LIMIT:.0f} s"
         else:
-            last_line = ["nothing is said", *(line.strip() for line in errors.splitlines() if line.strip())][-1]
+            last_line = ["no message", *(line.strip() for line in errors.splitlines() if line.strip())][-1]
             ending = f"signal {-code}" if code < 0 else f"exit code {code}"
             why = f"ended with {ending}: {truncate(printable(last_line))}"
         remedy = "look at the driver, or set CUDA_VISIBLE_DEVICES= to train without GPUs"
@@ -47,11 +47,11 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     sees_none = not any(name.startswith("GPU") for name, _ in devices)
     if sees_none and "CUDA_VISIBLE_DEVICES" not in environ and (present := gpus(environ)):
         remedy = "pip install 'tensorflow[and-cuda]'; see nvidia-smi"
-        yield Finding(WARNING, "GPUs", f"the driver has {present}, and TensorFlow sees none", remedy)
+        yield Finding(WARNING, "GPUs", f"the driver has {present}, but TensorFlow sees no GPU", remedy)
 
 
 def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields the GPUs that CUDA_VISIBLE_DEVICES leaves."""
+    """Yields a finding about CUDA_VISIBLE_DEVICES, if it is set."""
     name = "CUDA_VISIBLE_DEVICES"
     if name not in environ:
         return
@@ -62,7 +62,7 @@ def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(WARNING if present else NOTE, name, chosen, f"unset it to train on GPUs{has}")
     elif not present:
         remedy = "unset it, or look at the driver: nvidia-smi"
-        yield Finding(NOTE, name, f"{chosen}, and no NVIDIA driver is found", remedy)
+        yield Finding(NOTE, name, f"{chosen}, but there is no NVIDIA driver", remedy)
     elif any(device.isdecimal() and int(device[:9]) >= present for device in named):
         remedy = "correct it: CUDA leaves out a device that does not exist, and all after it"
         yield Finding(WARNING, name, f"{chosen}; this machine has 0 to {present - 1}", remedy)
@@ -73,7 +73,7 @@ def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def gpus(environ: Mapping[str, str]) -> int:
-    """Returns the number of GPUs that NVIDIA's driver has, visible to this process or not."""
+    """Returns the number of GPUs of NVIDIA's driver, including those that this process does not see."""
     try:
         return len(list(_DRIVER.iterdir()))
     except OSError:
@@ -85,6 +85,9 @@ def run(command: list[str], environ: Mapping[str, str], limit: float) -> tuple[i
     """Runs a command; returns its exit code, or None if it did not start or end within `limit` seconds, and both its outputs."""
     try:
         done = subprocess.run(command, env=dict(environ), timeout=limit, **_PIPES)
-    except (OSError, subprocess.TimeoutExpired):  # if a driver holds the process, the limit of the check counts
+    except (
+        OSError,
+        subprocess.TimeoutExpired,
+    ):  # if a driver blocks the process for longer, the limit of the check applies
         return None, "", ""
     return done.returncode, done.stdout, done.stderr

@@ -14,9 +14,9 @@ from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, format_bytes
 from tfdist.runtime.files import write_error_reason
 
 ROOT = pathlib.Path("/sys/fs/cgroup")
-_LEAST_MEMORY = 2**30  # bytes: what a task takes with a small model
+_LEAST_MEMORY = 2**30  # bytes that a task with a small model needs
 _LEAST_TEMPORARY, _LEAST_WORKDIR, _LEAST_SHARED = 100 * 2**20, 2**30, 128 * 2**20  # bytes
-_NO_LIMIT = 2**60  # bytes; cgroups of version 1 write a number of this size where there is no limit
+_NO_LIMIT = 2**60  # bytes; without a limit cgroups of version 1 contain a number of this size
 
 
 def resources(environ: Mapping[str, str]) -> Iterator[Finding]:
@@ -30,7 +30,7 @@ def resources(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def processors(usable: int, of_machine: int, quota: float | None) -> Finding:
-    """Returns how many processors this process may use, and for how many processors' time; None is no limit."""
+    """Returns a finding about the processors of this process and its quota of processor time; None means no quota."""
     value = f"{usable} of {of_machine}"
     if quota is None or quota >= usable:
         return Finding(OK, "processors", value)
@@ -40,18 +40,18 @@ def processors(usable: int, of_machine: int, quota: float | None) -> Finding:
 
 
 def available_memory(available: int, total: int, limit: int | None) -> Finding:
-    """Returns how many bytes the machine has free, and how many its cgroup may use; None is no limit."""
+    """Returns a finding about the machine's free memory and the limit of its cgroup; None means no limit."""
     value = f"{format_bytes(available)} free of {format_bytes(total)}"
     if limit is not None and limit < total:
         value += f", limited to {format_bytes(limit)} by its cgroup"
     if min(available, total if limit is None else limit) >= _LEAST_MEMORY:
         return Finding(OK, "memory", value)
-    remedy = "a task needs about 1 GiB besides its model and data: end other programs, or ask for more"
+    remedy = "a task needs about 1 GiB besides its model and data: end other programs, or request more memory"
     return Finding(WARNING, "memory", value, remedy)
 
 
 def open_files(limit: int) -> Finding:
-    """Returns how many files this process may open."""
+    """Returns a finding about the number of files that this process may open."""
     if limit == resource.RLIM_INFINITY:
         return Finding(OK, "open files", "no limit")
     few = limit < 1024
@@ -59,23 +59,23 @@ def open_files(limit: int) -> Finding:
 
 
 def cpu_quota(root: pathlib.Path = ROOT, own: str | None = None) -> float | None:
-    """Returns how many processors' time this process's cgroup gives it, or None; `own` is the text of `/proc/self/cgroup`."""
+    """Returns the quota of this process's cgroup in processors, or None; `own` is the text of `/proc/self/cgroup`."""
     of_v2, of_v1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
     pairs = [pair for names in (of_v2, of_v1) for pair in _numbers(root, "cpu", own, names) if len(pair) == 2]
     return min((quota / period for quota, period in pairs if quota > 0), default=None)
 
 
 def memory_limit(root: pathlib.Path = ROOT, own: str | None = None) -> int | None:
-    """Returns how many bytes this process's cgroup may use, or None. Arguments as of `cpu_quota`."""
+    """Returns the memory limit of this process's cgroup in bytes, or None. Arguments as in `cpu_quota`."""
     names = ("memory.max", "memory.limit_in_bytes")
     limits = [int(limit) for name in names for (limit,) in _numbers(root, "memory", own, (name,))]
     return min((value for value in limits if value < _NO_LIMIT), default=None)
 
 
 def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[str, ...]) -> Iterator[list[float]]:
-    """Yields the numbers in these files of this process's cgroup and of those around it, each of which may set a limit.
+    """Yields the numbers in the named files of this process's cgroup and of its parents, each of which may set a limit.
 
-    In a container the path may be that of the host, of which the container sees only its own part, at the root.
+    In a container the path may be the host's path, while the container sees only its own subtree, at the root.
     """
     with contextlib.suppress(OSError):
         own = pathlib.Path("/proc/self/cgroup").read_text() if own is None else own
@@ -85,12 +85,12 @@ def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[
             base = root / controller if controllers else root
             here = base / path.strip("/")
             for folder in (parent for parent in (here, *here.parents) if parent == base or base in parent.parents):
-                with contextlib.suppress(OSError, ValueError):  # "max" is no number
+                with contextlib.suppress(OSError, ValueError):  # "max" is not a number
                     yield [float(word) for name in names for word in (folder / name).read_text().split()]
 
 
 def folders(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields findings about the current folder, that of temporary files and shared memory."""
+    """Yields findings about the current folder, the folder of temporary files, and shared memory."""
     try:
         yield _writable("current folder", os.getcwd(), _LEAST_WORKDIR, "give --workdir a folder elsewhere")
     except OSError:
@@ -123,7 +123,7 @@ def _writable(what: str, folder: str, least: int, remedy: str) -> Finding:
 
 
 def cannot_write(folder: str) -> str:
-    """Returns why no file can be written in a folder, or an empty text. Leaves none."""
+    """Returns why files cannot be written in a folder, or an empty text. The test file is removed."""
     try:
         with tempfile.TemporaryFile(dir=folder) as file:
             file.write(bytes(4096))
@@ -131,5 +131,5 @@ def cannot_write(folder: str) -> str:
     except OSError as e:
         return write_error_reason(e)
     except ValueError:  # a null byte
-        return "no name of a folder"
+        return "not a valid folder name"
     return ""

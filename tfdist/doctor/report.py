@@ -18,7 +18,7 @@ class Finding(NamedTuple):
     Attributes:
         level: `"ok"`; `"note"`, worth knowing; `"warning"`, a run may suffer; `"error"`, a run would fail.
         what: The subject.
-        value: The value found.
+        value: The observed value.
         remedy: The remedy; empty if none is needed.
     """
 

@@ -1,4 +1,4 @@
-"""Versions of Python and packages, and variables that change how Keras, TensorFlow and NCCL work. No TensorFlow here."""
+"""The checks of Python, packages, and variables that change how Keras, TensorFlow and NCCL work. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -18,14 +18,16 @@ from tfdist.version import __version__
 PACKAGES = {"tensorflow": "TensorFlow", "keras": "Keras", "numpy": "NumPy"}
 _COUNT = r"\d{1,9}"
 _DETERMINISM = "unset it: --config.deterministic does this, or tf.config.experimental.enable_op_determinism()"
-_ALLOCATOR = "unset it, unless you need it: tfdist then leaves the memory allocator as it is, and steps may be slower"
+_ALLOCATOR = (
+    "unset it, unless you need it: tfdist then does not configure the memory allocator, and steps may be slower"
+)
 _THREADS = "unset it to use all processors; all tasks must have the same"
 _NO_COUNT = "give a whole number, the same in all tasks; or unset it"
 _LESS_SURE = "unset it, unless all tasks need it and have the same"
 _LEGACY = "unset it: tf.keras is then Keras 2, whose models tfdist does not train; or write import keras"
 _OF_PROXIES = "nothing for tfdist, which goes around them; for your own servers: name them in no_proxy"
 _HIDDEN = "export TF_CPP_MIN_LOG_LEVEL=2: TensorFlow's errors are not shown now"
-# A variable's name and value, as regular expressions; the level of a finding, and what to do. The first row that matches counts.
+# Regular expressions of a variable's name and value, the level of the finding, and the remedy. The first matching row applies.
 _TABLE = [
     ("TF_USE_LEGACY_KERAS", "(?i:1|true)", WARNING, _LEGACY),
     ("TF_CPP_MIN_LOG_LEVEL", "2.+|[3-9].*", WARNING, _HIDDEN),
@@ -46,7 +48,7 @@ _PROXIES = ("grpc_proxy", "http_proxy", "https_proxy", "all_proxy")
 
 def versions(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields a finding for Python, tfdist and each package that it trains with."""
-    from packaging import requirements, specifiers  # TensorFlow brings it: without, this check alone fails
+    from packaging import requirements, specifiers  # TensorFlow depends on it; without it only this check fails
 
     yield Finding(OK, "tfdist", __version__)
     try:
@@ -54,7 +56,7 @@ def versions(environ: Mapping[str, str]) -> Iterator[Finding]:
         needed = map(requirements.Requirement, importlib.metadata.requires("tfdist") or [])
         ranges = {requirement.name: requirement.specifier for requirement in needed if not requirement.marker}
     except importlib.metadata.PackageNotFoundError:
-        yield Finding(NOTE, "tfdist", "runs from a folder; which versions it takes is not known", "pip install it")
+        yield Finding(NOTE, "tfdist", "runs from a folder; the versions that it needs are unknown", "pip install it")
         ranges, pythons = {}, ""
     python = platform.python_version()
     suits = specifiers.SpecifierSet(pythons).contains(python.rstrip("+"), prereleases=True)
@@ -67,7 +69,7 @@ def versions(environ: Mapping[str, str]) -> Iterator[Finding]:
         wanted = f"pip install '{name}{declared}'"
         distribution, spec = task_versions.distribution(name), importlib.util.find_spec(name)
         if distribution is None and spec:
-            yield Finding(NOTE, title, "of another distribution, whose version is not known")
+            yield Finding(NOTE, title, "from another distribution, whose version is unknown")
         elif distribution is None:
             yield Finding(ERROR, title, "not installed", wanted)
         elif declared.contains(distribution.version, prereleases=True):
@@ -75,7 +77,7 @@ def versions(environ: Mapping[str, str]) -> Iterator[Finding]:
         else:
             value = f"{distribution.version}; tfdist {__version__} is tested with {declared}"
             yield Finding(WARNING, title, value, wanted)
-        # Whether Python would import another file than the installed package's, such as `./keras.py`.
+        # Report if Python would import another file than the installed package's, such as `./keras.py`.
         if distribution and spec:
             origin = pathlib.Path(spec.origin or "")
             file = origin.parent if origin.name == "__init__.py" else origin
@@ -86,7 +88,7 @@ def versions(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def settings(environ: Mapping[str, str]) -> Iterator[Finding]:
-    """Yields findings about variables that are set. The value of no other variable is shown."""
+    """Yields findings about the variables in the table that are set. Values of other variables are not shown."""
     yield keras_backend(environ)
     for name, value in sorted(environ.items()):
         for names, values, level, remedy in _TABLE:
@@ -105,7 +107,7 @@ def settings(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def keras_backend(environ: Mapping[str, str]) -> Finding:
-    """Returns on which framework Keras will run: as the variable says, else as its file does."""
+    """Returns a finding about Keras' backend, from KERAS_BACKEND, or else from `keras.json`."""
     what, chosen, by = "KERAS_BACKEND", environ.get("KERAS_BACKEND"), ""
     if chosen is None:
         home = environ.get("KERAS_HOME") or pathlib.Path(environ.get("HOME") or "~").expanduser() / ".keras"

@@ -1,4 +1,4 @@
-"""The Keras optimizer that a configuration asks for."""
+"""The Keras optimizer of a configuration."""
 
 from __future__ import annotations
 
@@ -16,9 +16,15 @@ from tfdist.gradients import schedules
 def build_optimizer(
     config: TrainConfig, replicas: int = 1, steps_per_epoch: int | None = None
 ) -> keras.optimizers.Optimizer:
-    """Returns the Keras optimizer that `config` asks for, for so many replicas in step. `steps_per_epoch` is None where it is not known.
+    """Returns the Keras optimizer of `config`.
 
-    Raises ConfigError where there is no such optimizer, its function does not return one, or the schedule needs a number of steps that is not known.
+    Args:
+        config: The configuration.
+        replicas: The number of synchronous replicas, by which the learning rate may be scaled.
+        steps_per_epoch: The number of steps in an epoch; None if it is unknown.
+
+    Raises:
+        ConfigError: The optimizer is unknown, its function does not return one, or the schedule needs an unknown number of steps.
     """
     name = config.optimizer.name
     arguments = config.optimizer.arguments()
@@ -55,6 +61,6 @@ def build_optimizer(
     if names := config.optimizer.excluded_from_weight_decay():
         optimizer.exclude_from_weight_decay(var_names=[re.escape(name) for name in names])
     if config.precision == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        # `compile` would wrap the optimizer, too, but the file that `save` writes would not say so.
+        # `compile` would wrap the optimizer, too, but the file that `save` writes would not contain the wrapper.
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer)
     return optimizer

@@ -48,8 +48,8 @@ def zero_if_no_examples(grads: Sequence[Gradient], share: tf.Tensor | float) -> 
 def deduplicate_rows(grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns the gradients, with the rows of equal ids of an embedding summed to one row.
 
-    The gradient of an id is the sum of its rows. Keras 3.15 applies each row separately: optimizers that square gradients (Adam,
-    RMSprop, Adagrad and similar ones) would square the summands instead of the sum, and clipping would take the norm of the summands.
+    The gradient of an id is the sum of its rows. Keras 3.15 applies each row separately. Optimizers that square gradients (Adam,
+    RMSprop, Adagrad and similar ones) would square the summands instead of the sum. Clipping would take the norm of the summands.
     """
 
     def summed(grad: tf.IndexedSlices) -> tf.IndexedSlices:

@@ -1,8 +1,8 @@
-"""Reduces gradients once over all replicas, before the optimizer looks at them.
+"""The reduction of gradients over all replicas before the optimizer uses them.
 
-Stock Keras 3 reduces last, in `_all_reduce_sum_gradients`: every decision before that (is the gradient finite? does
-it need clipping? is it time to update?) it decides on each replica's own gradient. With the reduction first, every
-replica decides the same, on the gradient that one process would have.
+Stock Keras 3 reduces last, in `_all_reduce_sum_gradients`. Earlier decisions (is the gradient finite? does it need
+clipping? is it time to update?) depend on each replica's own gradient. With the reduction first, all replicas decide
+the same, on the gradient that one process would have.
 """
 
 from __future__ import annotations
@@ -33,16 +33,16 @@ def distribute_optimizer(
     compression: str | CompressionConfig | Compressor | None = None,
     clip_after_reduce: bool = False,
 ) -> keras.optimizers.Optimizer:
-    """Makes `optimizer` reduce first. In place; its class stays, so that it is saved as the plain optimizer it is.
+    """Makes `optimizer` reduce gradients before it uses them, in place. Its class stays, so that it is saved as a Keras optimizer.
 
     - `LossScaleOptimizer` looks for inf and NaN in the reduced gradient, so that all replicas skip a step or none.
-    - `gradient_accumulation_steps` adds up on each replica and reduces once per update.
-    - `ema_overwrite_frequency` works: its condition stands outside of the replicas.
+    - `gradient_accumulation_steps` sums gradients on each replica and reduces them once per update.
+    - `ema_overwrite_frequency` works: its condition is evaluated in cross-replica context.
 
     Args:
         optimizer: Created in the strategy's scope. Distributing it again changes nothing.
         compression: A name, a `CompressionConfig` or a compressor (see
-            `tfdist.compression.create`); None means that they are summed as they are.
+            `tfdist.compression.create`); None means that gradients are summed uncompressed.
         clip_after_reduce: Whether `clipnorm`, `global_clipnorm` and `clipvalue` clip the reduced gradient, as one process
             would, as the Trainer does (tensorflow#33929). False keeps Keras' order: each replica clips its
             own share of the gradient, before the sum.
@@ -51,7 +51,7 @@ def distribute_optimizer(
         `optimizer`.
 
     Raises:
-        ConfigError: There is no such compressor, an argument of its is out of range, or the strategy has no compression.
+        ConfigError: The compressor is unknown, one of its arguments is out of range, or the strategy cannot compress.
 
     Examples:
         >>> import keras, tfdist
@@ -64,18 +64,18 @@ def distribute_optimizer(
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     leaf = optimizer.inner_optimizer if scaled else optimizer
     known = _update_of(leaf)
-    compressor, before = compression_lib.create(compression), known and known.compressor
+    compressor, previous = compression_lib.create(compression), known and known.compressor
     if _reduces_first(leaf) or _reduces_first(optimizer):
-        if compressor not in (None, before):
+        if compressor not in (None, previous):
             raise ConfigError(
                 f"compression {compressor.description} comes too late: this {type(leaf).__name__} already has "
-                f"{before.description if before else 'none'}; compile the model with a new optimizer."
+                f"{previous.description if previous else 'none'}; compile the model with a new optimizer."
             )
-        compressor = before  # as when Keras has put a LossScaleOptimizer around it
+        compressor = previous  # Keras may have wrapped `optimizer` in a LossScaleOptimizer since
     if _reduces_first(optimizer):
         return optimizer
     for name in ("apply", "build", "scale_loss"):
-        vars(leaf).pop(name, None)  # it was used without its LossScaleOptimizer before, or with another one
+        vars(leaf).pop(name, None)  # distributed before without this LossScaleOptimizer, or within another one
     keras_internals.restore_optimizer_methods(leaf)
     update = AccumulatingUpdate(leaf, scaled, clip_after_reduce)
     if compressor is not None:
@@ -96,7 +96,7 @@ def distribute_optimizer(
 
 
 class _ReduceThenApply:
-    """`apply` of the outermost optimizer: reduces, then goes on as Keras does."""
+    """The `apply` of the outermost optimizer, which reduces gradients and then calls Keras' `apply`."""
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate):
         self._optimizer = optimizer
@@ -124,7 +124,7 @@ class _ReduceThenApply:
 
     def _reduce(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         self._check_built()
-        grads = gradient_lists.deduplicate_rows(grads)  # fewer travel
+        grads = gradient_lists.deduplicate_rows(grads)  # so that fewer rows are sent
         if not self._update.accumulates:
             grads = self._update.clip_local(grads, self._scale())
         context = tf.distribute.get_replica_context()
@@ -145,7 +145,7 @@ class _ReduceThenApply:
         grads: Sequence[Gradient],
         variables: Variables | None,
     ) -> bool:
-        """Calls a function with the gradients of all replicas and their variables; returns whether there are any."""
+        """Calls a function with the gradients of all replicas and their variables; returns False if all gradients are None."""
         variables = self._update.variables if variables is None else variables
         grads = gradient_lists.with_static_shapes(grads, variables)
         present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
@@ -162,9 +162,8 @@ class _ReduceThenApply:
             return
         step = step_context.current()
         known = step is None or self._optimizer is step.optimizer
-        if (
-            not known and tf_internals.num_replicas(tf.distribute.get_strategy()) > 1
-        ):  # a backup would not hold its variables
+        # A backup would not contain the optimizer's variables.
+        if not known and tf_internals.num_replicas(tf.distribute.get_strategy()) > 1:
             raise ConfigError(unsupported.UNBUILT.format(type(self._optimizer).__name__))
         if self._update.compressor or ((self._update.scaled or self._update.finite) and not tf.executing_eagerly()):
             kind = "with a loss scale" if self._update.scaled else "with a nan_policy"
@@ -172,7 +171,7 @@ class _ReduceThenApply:
             raise ConfigError(f"An optimizer {kind} must be built first: optimizer.build(model.trainable_variables).")
 
     def _scale(self) -> tf.Tensor | float:
-        """Returns the factor of the gradients until Keras' `apply` divides them."""
+        """Returns the loss scale, by which gradients are multiplied until Keras' `apply` divides them."""
         if not self._update.scaled:
             return self._optimizer.loss_scale_factor or 1.0
         return self._optimizer.dynamic_scale if self._optimizer.built else self._optimizer.initial_scale
@@ -183,30 +182,30 @@ class _ReduceThenApply:
         grads: Sequence[Gradient],
         variables: Variables | None,
     ) -> list[Gradient]:
-        """Returns the gradients, None where there is none, summed over all replicas."""
+        """Returns the sums of the gradients over all replicas; None stays None."""
         if not (context and uses_bucketed_all_reduce(context.strategy)):
-            rows = [place for place, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-            if not (context and rows and traits_of(context.strategy).mirrors_in_process):
+            sparse = [index for index, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
+            if not (context and sparse and traits_of(context.strategy).mirrors_in_process):
                 return gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, grads)
-            dense = [None if place in rows else grad for place, grad in enumerate(grads)]
+            dense = [None if index in sparse else grad for index, grad in enumerate(grads)]
             reduced = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, dense)
-            gathered = context.merge_call(gather_rows_in_process, args=([grads[place] for place in rows],))
-            for place, total in zip(rows, gathered, strict=True):
-                reduced[place] = total
+            gathered = context.merge_call(gather_rows_in_process, args=([grads[index] for index in sparse],))
+            for index, total in zip(sparse, gathered, strict=True):
+                reduced[index] = total
             return reduced
         grads = gradient_lists.with_static_shapes(grads, self._update.variables if variables is None else variables)
-        places = [place for place, grad in enumerate(grads) if grad is not None]
-        present = [grads[place] for place in places]
+        indices = [index for index, grad in enumerate(grads) if grad is not None]
+        present = [grads[index] for index in indices]
         step = tf.cast(self._optimizer.iterations, tf.int64)
         totals = (
             context.merge_call(functools.partial(bucketed_all_reduce, step=step), args=(present,)) if present else []
         )
-        summed = dict(zip(places, totals, strict=True))
-        return [summed.get(place) for place in range(len(grads))]
+        sums = dict(zip(indices, totals, strict=True))
+        return [sums.get(index) for index in range(len(grads))]
 
     def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
-        """Sums through the compressor, and skips the step where a gradient is not finite."""
-        scale = self._optimizer.dynamic_scale if self._update.scaled else None  # errors are fed back without it
+        """Sums gradients through the compressor; skips the update if a gradient is not finite."""
+        scale = self._optimizer.dynamic_scale if self._update.scaled else None  # residuals are kept unscaled
         grads, finite = self._update.reduce(grads, variables, scale)
         self._if_finite(strategy, grads, variables, finite)
 
@@ -217,14 +216,14 @@ class _ReduceThenApply:
         variables: Variables,
         finite: tf.Tensor | None = None,
     ) -> None:
-        """Updates, unless a reduced gradient is not finite."""
+        """Applies the update if all reduced gradients are finite."""
 
         def apply() -> None:
             strategy.extended.call_for_each_replica(self._apply, args=(grads, variables))
 
         if self._update.finite:
             self._update.finite.make(strategy, apply, grads, finite)
-        elif self._update.scaled:  # it sees to that itself
+        elif self._update.scaled:  # LossScaleOptimizer itself skips non-finite updates
             apply()
         else:
             tf.cond(finite, apply, lambda: None)
@@ -236,7 +235,7 @@ def _apply_reduced(
     grads: Sequence[Gradient],
     trainable_variables: Variables | None = None,
 ) -> None:
-    """`apply` of an optimizer that a `LossScaleOptimizer` wraps: the wrapper reduces, and alone may call it in a step."""
+    """Replaces `apply` of an optimizer within a `LossScaleOptimizer`, which reduces; in a step only the wrapper may call it."""
     step = step_context.current()
     if step is not None and not step.is_applying:
         raise ConfigError(
@@ -249,7 +248,7 @@ def _apply_reduced(
 def _scale_and_weigh_loss(
     scale_loss: Callable[[Structure], Structure], optimizer: keras.optimizers.Optimizer, loss: Structure
 ) -> Structure:
-    """`scale_loss`, which Keras calls before it computes gradients."""
+    """Replaces `scale_loss`, which Keras calls before it computes gradients; also multiplies by the replica's weight."""
     loss = scale_loss(loss)
     step = step_context.current()
     if step is None or not step.weighs_loss or step.optimizer is not optimizer:
@@ -260,8 +259,8 @@ def _scale_and_weigh_loss(
         return loss * gradient_lists.factor(weight, loss.dtype)
     if not tf.is_tensor(weight):
         return loss
-    # The gradient of a vector is that of its sum. A replica without examples must not send one through the moments of a
-    # synchronized BatchNormalization.
+    # The gradient of a vector is the gradient of its sum. A replica without examples must not send a gradient through the
+    # moments of a synchronized BatchNormalization.
     return tf.math.multiply_no_nan(loss, tf.cast(weight > 0, loss.dtype))
 
 
@@ -271,7 +270,7 @@ def _build_with_compression(
     update: AccumulatingUpdate,
     variables: Variables,
 ) -> None:
-    """`build` of an optimizer that compresses."""
+    """Replaces `build` of an optimizer with a compressor; also creates the compression state."""
     build(variables)
     _create_compression_state(optimizer, update, variables)
 
@@ -281,7 +280,7 @@ def _create_compression_state(
 ) -> None:
     """Creates the compressor's state beside the optimizer's: TensorFlow tracks it, so that checkpoints and backups hold its variables."""
     strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
-    if update.compressor and strategy and strategy.num_replicas_in_sync > 1:  # else it has nobody to send to
+    if update.compressor and strategy and strategy.num_replicas_in_sync > 1:  # a single replica sends nothing
         update.reduction = optimizer.compression_state = Reduction(update.compressor, variables)
 
 
@@ -323,7 +322,7 @@ def skipped_updates(model: keras.Model) -> list[tf.Variable]:
 
 
 def _update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | None:
-    """Returns the `AccumulatingUpdate` that `distribute_optimizer` has given to an optimizer, or None."""
+    """Returns the `AccumulatingUpdate` that `distribute_optimizer` installed in an optimizer, or None."""
     update = keras_internals.update_method(optimizer)
     return update if isinstance(update, AccumulatingUpdate) else None
 

@@ -1,4 +1,4 @@
-"""Sums an optimizer's gradients over all replicas, as they are or through a compressor, whose state it keeps.
+"""The reduction of an optimizer's gradients over all replicas, uncompressed or through a compressor with its state.
 
 If any replica's gradient is not finite, no state changes: a NaN in an error-feedback residual would never go away.
 """
@@ -22,15 +22,15 @@ from tfdist.config.strategy_traits import traits_of
 from tfdist.gradients import gradient_lists
 from tfdist.strategy import as_ours
 
-_NOTES, _OTHERS = -1, -2  # lanes beside those of buckets
+_FLAG_LANE, _UNCOMPRESSED_LANE = -1, -2  # lanes that no bucket uses
 
 
 class Reduction(tf.Module):
     """The sums of gradients over all replicas, through a compressor, for an optimizer's variables in its order.
 
     Attributes:
-        slots: The compressor's state of each variable, by its number.
-        left_out: How many updates this process has left out, as a gradient was not finite.
+        slots: The specs of the compressor's state of each variable, by the variable's index.
+        left_out: The number of updates that this process has skipped because a gradient was not finite.
     """
 
     def __init__(self, compressor: Compressor, variables: Sequence[keras.Variable]):
@@ -62,87 +62,99 @@ class Reduction(tf.Module):
     ) -> tuple[list[Gradient], tf.Tensor]:
         """Returns the gradients' sums, and whether all of them are finite. In cross-replica context.
 
-        `grads` has a value per replica for each gradient, dense or `tf.IndexedSlices`; `numbers` says of which variable each is. `step` counts
-        updates. Gradients are multiplied by `scale`, without which errors that are fed back are kept; None means 1.
+        Args:
+            grads: The gradients, each with a value per replica, dense or `tf.IndexedSlices`.
+            numbers: The index of each gradient's variable.
+            step: The number of updates so far.
+            scale: The factor by which the gradients are multiplied; error-feedback residuals are kept without it. None means 1.
         """
         local = self._strategy.experimental_local_results
-        mine = [[local(grad)[place] for grad in grads] for place in range(len(self._group.ranks))]
-        compressed = [place for place, grad in enumerate(mine[0]) if grad.dtype == tf.float32]
+        replicas = range(len(self._group.ranks))  # of this process
+        local_grads = [[local(grad)[replica] for grad in grads] for replica in replicas]
+        compressed = [index for index, grad in enumerate(local_grads[0]) if grad.dtype == tf.float32]
         # Residuals of error feedback outlive a change of the loss scale, so they are kept for unscaled gradients. Gradients that are
         # not compressed have no residual and stay scaled: unscaled ones of 16 bits might underflow to 0.
         if scale is not None:
-            mine = [_times(values, compressed, 1 / scale) for values in mine]
-        sparse = [place for place, grad in enumerate(mine[0]) if isinstance(grad, tf.IndexedSlices)]
-        dense = [place for place in compressed if place not in sparse]
-        other = [place for place in range(len(grads)) if place not in (*dense, *sparse)]
-        owners = [numbers[place] for place in dense]
+            local_grads = [_times(values, compressed, 1 / scale) for values in local_grads]
+        sparse = [index for index, grad in enumerate(local_grads[0]) if isinstance(grad, tf.IndexedSlices)]
+        dense = [index for index in compressed if index not in sparse]
+        other = [index for index in range(len(grads)) if index not in (*dense, *sparse)]
+        owners = [numbers[index] for index in dense]
 
         members = self._group.contexts(tf.cast(step, tf.int64))
         states = [
-            [tuple(local(s)[place].read_value() for s in self.states[number]) for number in owners]
-            for place in range(len(mine))
+            [tuple(local(s)[replica].read_value() for s in self.states[number]) for number in owners]
+            for replica in replicas
         ]
-        packed = self._layout.run(
-            self._group, [[values[p] for p in dense] for values in mine], states, members, owners, self._bucket_bytes
+        results = self._layout.run(
+            self._group,
+            [[values[index] for index in dense] for values in local_grads],
+            states,
+            members,
+            owners,
+            self._bucket_bytes,
         )
         # The finiteness flag depends on every gradient, so it uses its own lane; where collectives are totally ordered (NCCL) it is
-        # issued last. Otherwise the buckets would wait for the last gradient, instead of travelling while others are computed.
-        others = self._all_reduce_uncompressed([[values[p] for p in other] for values in mine], members, _OTHERS)
-        notes = self._all_reduce_uncompressed(
-            [[gradient_lists.nan_unless_finite(values)] for values in mine], members, _NOTES
+        # issued last. Otherwise the buckets would wait for the last gradient, instead of being sent while others are computed.
+        other_sums = self._all_reduce_uncompressed(
+            [[values[index] for index in other] for values in local_grads], members, _UNCOMPRESSED_LANE
         )
-        reduced: list[list[Gradient]] = [[None] * len(grads) for _ in mine]
-        for into, of_dense, of_others in zip(reduced, packed, others, strict=True):
-            for p, total in zip((*dense, *other), (*of_dense.sums, *of_others), strict=True):
-                into[p] = total
-        for p in sparse:
-            rows = self._layout.compressors[numbers[p]].row_codec if p in compressed else NONE.row_codec
-            for place, total in enumerate(
-                gather_deduplicated_rows(self._group, [values[p] for values in mine], rows, members[0].step)
-            ):
-                reduced[place][p] = total
+        finite_flags = self._all_reduce_uncompressed(
+            [[gradient_lists.nan_unless_finite(values)] for values in local_grads], members, _FLAG_LANE
+        )
+        reduced: list[list[Gradient]] = [[None] * len(grads) for _ in replicas]
+        for totals, of_dense, of_others in zip(reduced, results, other_sums, strict=True):
+            for index, total in zip((*dense, *other), (*of_dense.sums, *of_others), strict=True):
+                totals[index] = total
+        for index in sparse:
+            codec = self._layout.compressors[numbers[index]].row_codec if index in compressed else NONE.row_codec
+            slices = [values[index] for values in local_grads]
+            rows = gather_deduplicated_rows(self._group, slices, codec, members[0].step)
+            for totals, gathered in zip(reduced, rows, strict=True):
+                totals[index] = gathered
         if scale is not None:
             reduced = [_times(values, compressed, scale) for values in reduced]
-        # The local gradients of all ranks must be finite, as a compressor may turn a NaN into a number. So must the sum, which may
-        # overflow. Both are the same on all ranks, so all of them take the same branch below.
-        finite = tf.math.is_finite(notes[0][0] + gradient_lists.nan_unless_finite(reduced[0]))
+        # The local gradients of all ranks must be finite, because a compressor may turn a NaN into a finite value. So must the sum,
+        # which may overflow. Both are equal on all ranks, so all ranks take the same branch below.
+        finite = tf.math.is_finite(finite_flags[0][0] + gradient_lists.nan_unless_finite(reduced[0]))
 
-        def keep() -> tf.Tensor:
-            for place, found in enumerate(packed):
-                for number, new_states in zip(owners, found.states, strict=True):
+        def store_states() -> tf.Tensor:
+            for replica, result in enumerate(results):
+                for number, new_states in zip(owners, result.states, strict=True):
                     for variable, state in zip(self.states[number], new_states, strict=True):
-                        local(variable)[place].assign(state)
+                        local(variable)[replica].assign(state)
             return tf.constant(True)
 
-        def leave_out() -> tf.Tensor:
-            for place in range(len(mine)):
-                local(self.left_out)[place].assign_add(1)
+        def count_skipped() -> tf.Tensor:
+            for replica in replicas:
+                local(self.left_out)[replica].assign_add(1)
             return tf.constant(False)
 
-        tf.cond(finite, keep, leave_out)
+        tf.cond(finite, store_states, count_skipped)
         if scale is not None:
-            # Compression may have turned a NaN into a number. Restore it: `LossScaleOptimizer` looks for it to lower its scale.
+            # Compression may turn a NaN into a finite value. Restore the NaN, because `LossScaleOptimizer` lowers its scale on NaN.
             reduced = [gradient_lists.scale(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
-        return [regroup(each) for each in zip(*reduced, strict=True)], finite
+        return [regroup(per_replica) for per_replica in zip(*reduced, strict=True)], finite
 
     def _all_reduce_uncompressed(
         self, values: Sequence[list[Gradient]], members: Sequence[RankContext], lane: int
     ) -> list[list[Gradient]]:
-        """Returns the sums of some values for each of this process's ranks."""
+        """Returns the sums of `values` over all ranks, for each of this process's ranks."""
         if not values[0]:
             return [[] for _ in values]
         exchanges = [
-            NONE.exchange(each, [()] * len(each), member) for each, member in zip(values, members, strict=True)
+            NONE.exchange(local_values, [()] * len(local_values), member)
+            for local_values, member in zip(values, members, strict=True)
         ]
         return [reduced.sums for reduced in self._group.run(exchanges, lane)]
 
     def seconds(self, repeats: int = 3) -> tuple[float, float]:
-        """Returns the median times of `repeats` sums of gradients through the compressor, and without. A collective."""
+        """Returns the median seconds of `repeats` reductions with and without the compressor. A collective."""
 
         def timed(layout: BucketedReduction) -> float:
             @functools.partial(tf.function, autograph=False)
             def exchange() -> tf.Tensor:
-                members = self._group.contexts(tf.constant(2**40, tf.int64))  # when warming up is long over
+                members = self._group.contexts(tf.constant(2**40, tf.int64))  # after any warm-up
                 values = [tf.random.stateless_normal(shape, [1, 2]) for shape in layout.shapes]
                 states = [tuple(tf.zeros(slot.shape) for slot in slots) for slots in layout.slots]
                 results = layout.run(
@@ -155,47 +167,51 @@ class Reduction(tf.Module):
                 return tf.add_n([tf.reduce_sum(total) for total in results[0].sums])
 
             exchange()
-            found = []
+            durations = []
             for _ in range(repeats):
                 began = time.perf_counter()
-                exchange().numpy()  # which waits for it
-                found.append(time.perf_counter() - began)
-            return statistics.median(found)
+                exchange().numpy()  # waits for the result
+                durations.append(time.perf_counter() - began)
+            return statistics.median(durations)
 
         return timed(self._layout), timed(BucketedReduction(NONE, [("", shape) for shape in self._layout.shapes]))
 
 
 def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether `bucketed_all_reduce` is for this strategy; TensorFlow itself sums the gradients of others."""
+    """Returns whether this strategy uses `bucketed_all_reduce`; otherwise TensorFlow sums the gradients."""
     if not traits_of(strategy).several_processes:
         return False
-    # Eagerly one device's collective would wait for the next one's, which TensorFlow calls from a thread each.
+    # In eager mode TensorFlow calls each device's collective from its own thread, and one would wait for the next.
     waits = tf.executing_eagerly() and len(strategy.extended.worker_devices) > 1
     return num_replicas(strategy) > 1 and not waits
 
 
 def bucketed_all_reduce(strategy: tf.distribute.Strategy, grads: Sequence[Gradient], step: tf.Tensor) -> list[Gradient]:
-    """Returns the gradients' sums over all replicas of several processes, in buckets; arguments as of `Reduction`. In cross-replica context."""
+    """Returns the gradients' sums over all replicas of several processes, in buckets. In cross-replica context.
+
+    `grads` and `step` are as for `Reduction`.
+    """
     group, local = communicator_for(strategy), strategy.experimental_local_results
-    mine = [[local(grad)[place] for grad in grads] for place in range(len(group.ranks))]
-    dense = [place for place, grad in enumerate(mine[0]) if not isinstance(grad, tf.IndexedSlices)]
-    shapes = [("", tuple(mine[0][place].shape)) for place in dense]
-    values = [[each[place] for place in dense] for each in mine]
-    states = [[()] * len(dense) for _ in mine]
-    totals = BucketedReduction(NONE, shapes).run(
+    local_grads = [[local(grad)[replica] for grad in grads] for replica in range(len(group.ranks))]
+    dense = [index for index, grad in enumerate(local_grads[0]) if not isinstance(grad, tf.IndexedSlices)]
+    shapes = [("", tuple(local_grads[0][index].shape)) for index in dense]
+    values = [[replica_grads[index] for index in dense] for replica_grads in local_grads]
+    states = [[()] * len(dense) for _ in local_grads]
+    results = BucketedReduction(NONE, shapes).run(
         group, values, states, group.contexts(step), bucket_bytes=_bucket_bytes(strategy)
     )
-    summed = dict(zip(dense, zip(*(each.sums for each in totals), strict=True), strict=True))
-    for place in set(range(len(grads))) - set(dense):
-        summed[place] = tuple(gather_deduplicated_rows(group, [each[place] for each in mine], NONE.row_codec, step))
-    return [regroup(summed[place]) for place in range(len(grads))]
+    sums = dict(zip(dense, zip(*(result.sums for result in results), strict=True), strict=True))
+    for index in set(range(len(grads))) - set(dense):
+        slices = [replica_grads[index] for replica_grads in local_grads]
+        sums[index] = tuple(gather_deduplicated_rows(group, slices, NONE.row_codec, step))
+    return [regroup(sums[index]) for index in range(len(grads))]
 
 
 def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns the rows of all replicas of one process, for gradients that are `tf.IndexedSlices`. In cross-replica context.
 
-    TensorFlow gathers them by a collective, which keeps the number of rows of an execution's first step: the step after it,
-    of another number, ends in "Shape mismatch in the collective instance".
+    TensorFlow gathers rows by a collective that expects the number of rows of an execution's first step. A later step with another
+    number would fail with "Shape mismatch in the collective instance".
     """
     group, local = communicator_for(strategy), strategy.experimental_local_results
     step = tf.zeros([], tf.int64)
@@ -205,7 +221,7 @@ def gather_rows_in_process(strategy: tf.distribute.Strategy, grads: Sequence[Gra
 def gather_deduplicated_rows(
     group: Communicator, slices: Sequence[tf.IndexedSlices], rows: RowCodec, step: tf.Tensor
 ) -> list[tf.IndexedSlices]:
-    """Returns all ranks' rows of a gradient, which stay rows, for each of this process's ranks, whose rows `slices` holds."""
+    """Returns, for each of this process's ranks, all ranks' rows of a gradient; `slices` holds the rows of this process's ranks."""
     shape = slices[0].values.shape[1:]
     width = shape.num_elements()
     flat = [tf.IndexedSlices(rows.pack(tf.reshape(s.values, [-1, width])), s.indices, s.dense_shape) for s in slices]
@@ -215,9 +231,9 @@ def gather_deduplicated_rows(
     ]
 
 
-def _times(values: Sequence[Gradient], places: Sequence[int], factor: tf.Tensor) -> list[Gradient]:
-    """Returns the values, those at the places multiplied."""
-    return [gradient_lists.scale([value], factor)[0] if p in places else value for p, value in enumerate(values)]
+def _times(values: Sequence[Gradient], indices: Sequence[int], factor: tf.Tensor) -> list[Gradient]:
+    """Returns the values, with those at `indices` multiplied by `factor`."""
+    return [gradient_lists.scale([value], factor)[0] if i in indices else value for i, value in enumerate(values)]
 
 
 def _bucket_bytes(strategy: tf.distribute.Strategy) -> int:

@@ -1,7 +1,7 @@
-"""Learning rates that change with the updates, in schedules that model files hold as ones that Keras itself can load.
+"""Learning rate schedules. Model files store them as schedules that Keras itself can load.
 
 Keras gives a schedule the number of steps, not of updates: with `gradient_accumulation_steps=n`, update `u` (from 0 on) comes at
-step `u * n + n - 1`. Schedules here are in such steps, so that the file of a model means the same where tfdist is not installed.
+step `u * n + n - 1`. The schedules here count such steps, so that a model file has the same meaning without tfdist.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from tfdist.runtime.log import logger
 
 @keras.saving.register_keras_serializable(package="tfdist")
 class WarmUp(keras.optimizers.schedules.LearningRateSchedule):
-    """Rises linearly, and continues as another schedule of Keras. `CosineDecay` has its own warm-up.
+    """A linear warm-up that continues as another Keras schedule. `CosineDecay` has its own warm-up.
 
-    A file of a Trainer's model holds `after` instead, which plain Keras loads; both are the same once the warm-up is over. To load
-    another file with a `WarmUp`, import this module first.
+    Files that a Trainer saves contain `after` instead, which plain Keras loads; both are equal after the warm-up. To load other
+    files with a `WarmUp`, import this module first.
 
     Args:
         after: The schedule after the warm-up; it counts steps from the beginning of the warm-up.
@@ -70,17 +70,17 @@ def build_schedule(
     epochs: int = 1,
     accumulation: int = 1,
 ) -> float | keras.optimizers.schedules.LearningRateSchedule:
-    """Returns the schedule that `config` asks for, or the learning rate itself where it does not change.
+    """Returns the schedule of `config`, or the learning rate itself if it is constant.
 
     Args:
         config: The configuration.
         learning_rate: The rate that the schedule begins with, after the warm-up.
-        steps_per_epoch: Steps of an epoch; None where they are not known.
+        steps_per_epoch: Steps of an epoch; None if unknown.
         epochs: Epochs of the run.
-        accumulation: Steps whose mean gradient makes one update.
+        accumulation: The number of steps whose mean gradient makes one update.
 
     Raises:
-        ConfigError: The schedule depends on the number of steps, which is not known, or the warm-up leaves none of them.
+        ConfigError: The schedule needs the number of steps, which is unknown; or the warm-up takes all updates of the run.
     """
     n = accumulation
     total = steps_per_epoch * epochs // n if steps_per_epoch else None
@@ -118,7 +118,7 @@ def build_schedule(
     if warmup:  # such that the first update, at step n - 1, has rate 0
         rises["initial_learning_rate"] = -learning_rate * (n - 1) / (warmup * n)
     if config.name == "constant":
-        # A cosine that does not fall: the only warm-up that Keras has.
+        # A cosine without decay, because only Keras' CosineDecay has a warm-up.
         return keras.optimizers.schedules.CosineDecay(decay_steps=1, alpha=1.0, **rises) if warmup else learning_rate
     if config.name == "step":
         ends = [round(boundary * (total or 0)) if boundary < 1 else int(boundary) for boundary in boundaries]
@@ -137,7 +137,7 @@ def build_schedule(
         if not begins:
             return keras.optimizers.schedules.CosineDecay(learning_rate, decay, alpha=config.end)
         return keras.optimizers.schedules.CosineDecay(decay_steps=decay * n, alpha=config.end, **rises)
-    # The part of a longer polynomial, from step 0 on, that begins with the learning rate at the warm-up's end.
+    # Keras' polynomial starts at step 0: make it longer, so that it has the learning rate at the end of the warm-up.
     end, steps = learning_rate * config.end, decay * n + begins
     first = end + (learning_rate - end) * (steps / (decay * n)) ** config.power
     schedule = keras.optimizers.schedules.PolynomialDecay(first, steps, end, config.power)

@@ -1,4 +1,4 @@
-"""Updates variables with reduced gradients: accumulation, clipping, moving averages, equal bits on all workers."""
+"""The update of variables with reduced gradients: accumulation, clipping, moving averages, equal bits on all workers."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, uses_bucketed_all_reduce
 
-_BROADCAST_LANE = -3  # beside the lanes of gradients
-# Optimizers that work on each number by itself.
+_BROADCAST_LANE = -3  # a lane that gradients do not use
+# Optimizers that update each element independently.
 _ELEMENTWISE_OPTIMIZERS = (
     keras.optimizers.SGD,
     keras.optimizers.RMSprop,
@@ -36,12 +36,14 @@ _ELEMENTWISE_OPTIMIZERS = (
 
 
 class AccumulatingUpdate:
-    """`_backend_apply_gradients` of an optimizer.
+    """The replacement of an optimizer's `_backend_apply_gradients`.
 
-    Keras' conditional updates happen outside of the replicas here, where variables of all of them can be
-    assigned.
+    It runs Keras' conditional updates in cross-replica context, where the variables of all replicas can be assigned.
 
-    `scaled` says that a `LossScaleOptimizer` wraps the optimizer, `clips_after_reduce` that it clips the reduced gradient.
+    Args:
+        optimizer: The optimizer.
+        scaled: Whether a `LossScaleOptimizer` wraps the optimizer.
+        clips_after_reduce: Whether the optimizer clips the reduced gradient.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_after_reduce: bool):
@@ -49,26 +51,28 @@ class AccumulatingUpdate:
         self._keras_update = keras_internals.update_method(optimizer)
         self.scaled = scaled
         self.compressor: Compressor | None = None
-        self.reduction: Reduction | None = None  # once it is built
-        self.finite: FiniteUpdates | None = None  # if others are left out
+        self.reduction: Reduction | None = None  # None until the optimizer is built
+        self.finite: FiniteUpdates | None = None  # None unless non-finite updates are skipped
         self._clip: Callable[[Sequence[Gradient]], Sequence[Gradient]] | None = None
-        # What overrides `apply` must see what one process would: each step's gradient, reduced.
-        self._each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
-        clips_after_reduce = clips_after_reduce or bool(optimizer.gradient_accumulation_steps and self._each_step)
+        # An optimizer that overrides `apply` must receive what one process would: each step's reduced gradient.
+        self._reduces_each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
+        clips_after_reduce = clips_after_reduce or bool(
+            optimizer.gradient_accumulation_steps and self._reduces_each_step
+        )
         if not clips_after_reduce and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
             self._clip = keras_internals.clip_method(optimizer)
-            keras_internals.replace_clip(optimizer, list)  # it has been done by then
+            keras_internals.replace_clip(optimizer, list)  # `clip_local` has already clipped
 
     def clip_local(self, grads: Sequence[Gradient], scale: tf.Tensor | float = 1.0) -> Sequence[Gradient]:
-        """Returns this replica's gradients, which are multiplied by `scale`, clipped if it is not done later."""
+        """Returns this replica's gradients, clipped unless the reduced gradient is. `scale` is the loss scale that they contain."""
         if self._clip is None:
             return grads
         present = [grad for grad in grads if grad is not None]
         clipped = gradient_lists.scale(self._clip(gradient_lists.scale(present, 1 / scale)), scale)
-        if self.scaled:  # who scales must see an inf, even if clipping makes a number of it
+        if self.scaled:  # LossScaleOptimizer must see an inf, even if clipping makes it finite
             clipped = gradient_lists.add_scalar(clipped, gradient_lists.nan_unless_finite(present))
-        rest = iter(clipped)
-        return [None if grad is None else next(rest) for grad in grads]
+        remaining = iter(clipped)
+        return [None if grad is None else next(remaining) for grad in grads]
 
     @property
     def variables(self) -> Sequence[Gradient]:
@@ -78,9 +82,9 @@ class AccumulatingUpdate:
     def reduce(
         self, grads: Sequence[Gradient], variables: Variables, scale: tf.Tensor | float = None
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Returns the sums of values per replica, multiplied by `scale`, and whether all are finite. In cross-replica context."""
+        """Returns the sums of the gradients over all replicas, and whether all are finite, as `Reduction` does. In cross-replica context."""
         numbers = [self._number(variable) for variable in variables]
-        assert self.reduction is not None  # noqa: S101 (for the type checker: who calls this has looked)
+        assert self.reduction is not None  # noqa: S101 (for the type checker: callers have tested it)
         return self.reduction(grads, numbers, self._optimizer.iterations, scale)
 
     def _number(self, variable: keras.Variable) -> int:
@@ -95,12 +99,12 @@ class AccumulatingUpdate:
 
     @property
     def accumulates(self) -> bool:
-        """Returns whether it reduces the gradients itself, once for several steps."""
-        return bool(self._optimizer.gradient_accumulation_steps) and not self._each_step
+        """Returns whether this object accumulates local gradients and reduces them, once per update."""
+        return bool(self._optimizer.gradient_accumulation_steps) and not self._reduces_each_step
 
     def __call__(self, grads: Sequence[Gradient], variables: Variables) -> None:
         optimizer = self._optimizer
-        grads = gradient_lists.deduplicate_rows(grads)  # of several replicas
+        grads = gradient_lists.deduplicate_rows(grads)  # rows of several replicas may have the same id
         context = tf.distribute.get_replica_context()
         if context and (optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
             context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
@@ -109,7 +113,7 @@ class AccumulatingUpdate:
             self._broadcast(context)
 
     def _broadcast(self, context: tf.distribute.ReplicaContext | None) -> None:
-        """Makes the update the same on all workers."""
+        """Makes the updated variables equal on all workers."""
         if context and _may_differ_between_workers(self._optimizer, context.strategy, clips=self._clip is None):
             context.merge_call(_broadcast_update, args=(self._optimizer,))
 
@@ -118,14 +122,14 @@ class AccumulatingUpdate:
         step = tf.convert_to_tensor(keras_internals.step_counter(optimizer).value) + 1
         update = tf.convert_to_tensor(optimizer.iterations) + 1
 
-        def each(function: Callable[..., None]) -> None:
+        def on_each_replica(function: Callable[..., None]) -> None:
             strategy.extended.call_for_each_replica(function, args=(grads, variables))
 
         if steps := optimizer.gradient_accumulation_steps:
             end = functools.partial(self._end, strategy, grads, variables)
-            communicator_for(strategy).cond(step % steps == 0, end, lambda: each(self._add))
+            communicator_for(strategy).cond(step % steps == 0, end, lambda: on_each_replica(self._add))
         else:
-            each(self._step)
+            on_each_replica(self._step)
         if optimizer.use_ema:
             trained = keras_internals.trainable_variables(optimizer)
             strategy.extended.call_for_each_replica(keras_internals.moving_average_method(optimizer), args=(trained,))
@@ -142,7 +146,7 @@ class AccumulatingUpdate:
             accumulator.assign(total)
 
     def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
-        """Updates with the accumulated gradients, which are encoded once."""
+        """Updates with the accumulated gradients, which are compressed only once."""
         # Collectives of tfdist need cross-replica context, where they see the values of all replicas: hence the alternation of calls
         # for each replica (clip and reset, then update) and reductions between them.
         call = strategy.extended.call_for_each_replica
@@ -157,7 +161,7 @@ class AccumulatingUpdate:
             totals = bucketed_all_reduce(strategy, shares, tf.cast(self._optimizer.iterations, tf.int64))
             call(self._step, args=(totals, variables))
             return
-        # The accumulators are reset by now, also where the sum is not finite: a NaN in them would stay in all later updates.
+        # The accumulators are reset by now, even if the sum is not finite: a NaN in them would stay in all later updates.
         totals, finite = self.reduce(shares, variables)
         tf.cond(finite, lambda: call(self._step, args=(totals, variables)), lambda: None)
 
@@ -171,21 +175,20 @@ class AccumulatingUpdate:
     def _shares(self, grads: Sequence[Gradient], variables: Variables) -> list[tf.Tensor]:
         """Returns this replica's part of the mean over steps and replicas, and resets the accumulators.
 
-        Each adds the whole mean where gradients were reduced before.
+        If gradients were reduced at each step, returns the entire mean instead of a part.
         """
         parts = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
         steps = self._optimizer.gradient_accumulation_steps
         totals = [total for _, total in self._totals(grads, variables)]
         shares = self.clip_local([total / (steps * parts) for total in totals])
-        for each in keras_internals.accumulators(self._optimizer):
-            each.value.assign(
-                tf.zeros_like(each.value)
-            )  # as Keras, also of a variable that has no gradient at this step
+        # Like Keras, also reset the accumulators of variables without a gradient at this step.
+        for accumulator in keras_internals.accumulators(self._optimizer):
+            accumulator.value.assign(tf.zeros_like(accumulator.value))
         return list(shares)
 
     def _totals(self, grads: Sequence[Gradient], variables: Variables) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
-        # A replica's gradient is its share of a sum, while accumulators are statistics, which average over the replicas:
-        # so the mean of the accumulators is what one process would have.
+        # A replica's gradient is its share of a sum, but accumulators are averaged over the replicas, as statistics are. With
+        # this factor their mean is the accumulator of one process.
         replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
         accumulators = keras_internals.accumulators(self._optimizer)
         for grad, variable in zip(gradient_lists.with_static_shapes(grads, variables), variables, strict=True):
@@ -196,8 +199,10 @@ class AccumulatingUpdate:
 class FiniteUpdates:
     """Skips updates whose reduced gradients are not finite, and counts them, for the NaN policies `stop` and `skip`.
 
-    All replicas decide the same, on the sum over all of them, so the update may hold collectives. `skipped` is the number that this process has
-    skipped.
+    All replicas test the same sum and decide the same, so the update may contain collectives.
+
+    Attributes:
+        skipped: The number of updates that this process has skipped.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -213,14 +218,21 @@ class FiniteUpdates:
         grads: Sequence[Gradient],
         finite: tf.Tensor | None = None,
     ) -> None:
-        """Makes an update, by `update` on all replicas, if its reduced gradients are finite, which may be known. In cross-replica context."""
+        """Calls `update` if the reduced gradients are finite, else counts a skipped update. In cross-replica context.
+
+        Args:
+            strategy: The strategy.
+            update: Updates all replicas.
+            grads: The reduced gradients.
+            finite: Whether they are finite, if that is known.
+        """
         local = strategy.experimental_local_results
         if finite is None:
             finite = tf.math.is_finite(gradient_lists.nan_unless_finite([local(grad)[0] for grad in grads]))
 
         def skip() -> None:
-            for each in local(self.skipped):
-                each.assign_add(1)
+            for count in local(self.skipped):
+                count.assign_add(1)
 
         tf.cond(finite, update, skip)
 
@@ -230,18 +242,18 @@ def _may_differ_between_workers(
 ) -> bool:
     """Returns whether an update may give different bits on different workers.
 
-    All workers apply one gradient. An optimizer that works on each number by itself gives the same result everywhere. One that sums over a
-    variable (a norm, a matrix product) may round differently on another processor, see `collectives.hardware`. An optimizer of the user's counts
-    as one that sums. `clips`: by the reduced gradient's norm.
+    All workers apply the same gradient. An elementwise optimizer gives the same result everywhere. An optimizer that sums over a
+    variable (a norm, a matrix product) may round differently on another processor, see `collectives.hardware`. A custom optimizer
+    counts as one that sums. `clips` means that it clips by the reduced gradient's norm.
     """
     if not (hardware.describe_difference(strategy) and uses_bucketed_all_reduce(strategy)):
         return False
-    by_number = any(type(optimizer).update_step is kind.update_step for kind in _ELEMENTWISE_OPTIMIZERS)
-    return not by_number or (clips and bool(optimizer.clipnorm or optimizer.global_clipnorm))
+    elementwise = any(type(optimizer).update_step is kind.update_step for kind in _ELEMENTWISE_OPTIMIZERS)
+    return not elementwise or (clips and bool(optimizer.clipnorm or optimizer.global_clipnorm))
 
 
 def _broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
-    """Sends the chief's updated variables to all workers, which would drift apart. A cross-replica collective."""
+    """Sends the chief's updated variables to all workers, which would otherwise drift apart. A cross-replica collective."""
     warnings.warn(
         f"The workers differ in {hardware.describe_difference(strategy)}, by which {type(optimizer).__name__}'s sums are rounded: the "
         "chief's variables are sent to all of them after each update. To save that, set TF_NUM_INTRAOP_THREADS to the same "
@@ -252,28 +264,30 @@ def _broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimiz
     own = [*keras_internals.trainable_variables(optimizer), *optimizer.variables]
     values = {id(variable.value): variable.value for variable in own if _is_replicated(variable.value)}.values()
 
-    def chiefs(place: int, member: RankContext) -> Generator[Any, Any, Sequence[tf.Tensor]]:
-        mine = [tf.cast(local(value)[place], _wire_dtype(value.dtype)) for value in values]
-        return (yield AllReduce(mine if member.rank == 0 else [tf.zeros_like(value) for value in mine]))
+    def from_chief(replica: int, member: RankContext) -> Generator[Any, Any, Sequence[tf.Tensor]]:
+        local_values = [tf.cast(local(value)[replica], _wire_dtype(value.dtype)) for value in values]
+        sent = local_values if member.rank == 0 else [tf.zeros_like(value) for value in local_values]
+        return (yield AllReduce(sent))
 
     members = group.contexts(tf.constant(0, tf.int64))
-    for place, new_values in enumerate(group.run([chiefs(*each) for each in enumerate(members)], _BROADCAST_LANE)):
+    exchanges = [from_chief(replica, member) for replica, member in enumerate(members)]
+    for replica, new_values in enumerate(group.run(exchanges, _BROADCAST_LANE)):
         for value, new in zip(values, new_values, strict=True):
-            local(value)[place].assign(tf.cast(new, value.dtype))
+            local(value)[replica].assign(tf.cast(new, value.dtype))
 
 
 def _is_replicated(value: tf.Variable) -> bool:
-    """Returns whether all replicas should hold the same numbers, other than accumulators of gradients."""
+    """Returns whether all replicas should hold equal values; gradient accumulators may differ."""
     return value.dtype.is_floating and value.synchronization != tf.VariableSynchronization.ON_READ
 
 
 def _wire_dtype(dtype: tf.DType) -> tf.DType:
-    """Returns the type in which numbers of a type are sent."""
+    """Returns the dtype in which values of `dtype` are sent."""
     return tf.float32 if dtype.size < tf.float32.size else dtype
 
 
 def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes an optimizer of one replica sum the rows of each id first (`gradient_lists.deduplicate_rows`). In place."""
+    """Makes a single-replica optimizer sum the rows of each id before the update (`gradient_lists.deduplicate_rows`), in place."""
     if "apply" not in vars(optimizer):
         apply = optimizer.apply
 

@@ -1,4 +1,4 @@
-"""Starts, watches and restarts the tasks of this machine: `tfdist launch`. No TensorFlow here."""
+"""The supervisor of this machine's tasks, which starts, watches and restarts them: `tfdist launch`. No TensorFlow here."""
 
 from tfdist.launch.launcher import Launcher
 

@@ -1,4 +1,4 @@
-"""The evaluator's process, beside the tasks that train: its end never ends theirs. No TensorFlow here."""
+"""The evaluator's process, beside the tasks that train: its failure never ends the training tasks. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from tfdist.runtime import progress
 
 SPEC = TaskSpec("evaluator", 0)
 _RESTARTS = 3
-_SILENT_SECONDS = 300.0  # without a batch, after which it hangs
+_SILENT_SECONDS = 300.0  # without a batch, after which it counts as hanging
 _STOP_SECONDS = 2.0  # it has nothing to save
 
 
 class EvaluatorProcess:
-    """Starts the evaluator, and again if it fails.
+    """Supervisor of the evaluator: starts its process, and restarts it if it fails.
 
     Args:
-        start: Starts its process; the argument is whether its log goes on.
-        output: Where its lines go.
-        guardian: Ends it if this process is killed.
-        folder: Where tasks tell their progress.
+        start: Function of the task, and of whether to append to its log; starts the process.
+        output: Prints the evaluator's lines.
+        guardian: Kills the evaluator if this process is killed.
+        folder: The folder in which tasks write their progress.
 
     Attributes:
-        is_over: Whether it will not be started any more.
+        is_over: Whether no further start follows.
     """
 
     def __init__(
@@ -53,7 +53,7 @@ class EvaluatorProcess:
         self._stop()
 
     def look(self) -> None:
-        """Shows its lines, starts it where it is due, and takes notice of its end."""
+        """Prints the evaluator's lines, starts it when a start is due, and handles its end."""
         task = self._task
         if task is None:
             if not self.is_over and time.monotonic() >= self._due:
@@ -67,16 +67,18 @@ class EvaluatorProcess:
             self._ended(task)
 
     def finish(self, is_stopped: Callable[[], bool], between: Callable[[], object]) -> None:
-        """Waits until it has evaluated the last backups of a finished training run; not for one that hangs.
+        """Waits until the evaluator has evaluated the last backups of a finished training run, or hangs.
 
         Args:
-            is_stopped: Returns whether to wait no longer.
+            is_stopped: Returns whether to stop waiting.
             between: Calls `look`.
         """
         announced, begun = False, time.time()
         while not self.is_over and not is_stopped():
             if not announced and self._task:
-                self._output.say(f"the training has finished; waiting for {SPEC}, which evaluates what is left")
+                self._output.say(
+                    f"the training has finished; waiting for {SPEC}, which evaluates the remaining backups"
+                )
                 announced = True
             between()
             alive_at = max(begun, self._started, progress.touched(self._folder, SPEC.name))
@@ -108,7 +110,7 @@ class EvaluatorProcess:
         self._output.release(task)
 
     def _close(self, task: TaskProcess) -> None:
-        task.signal(signal.SIGKILL)  # and what it has started
+        task.signal(signal.SIGKILL)  # to the evaluator and all processes that it has started
         task.process.wait()
         task.over = True
         self._output.drain(task)
@@ -126,7 +128,7 @@ class EvaluatorProcess:
         steps = progress.read(self._folder, SPEC.name)
         if not (why := why_final(code, False) or self._policy.failed(steps.done if steps else None)):
             self._due = time.monotonic() + self._policy.delay
-            self._output.say(f"{SPEC} lost ({failure.cause}); starting it again, while the training goes on")
+            self._output.say(f"{SPEC} lost ({failure.cause}); restarting it while the training continues")
             return
         self.is_over = True
-        self._output.say(f"{failure}; {why}; the training goes on without it. Full output: {task.log_path}")
+        self._output.say(f"{failure}; {why}; the training continues without it. Full output: {task.log_path}")

@@ -33,15 +33,15 @@ for line in sys.stdin:
 if starting:
     # The task shows the mark in /proc only after its exec, which may come later than the launcher's death.
     limit = time.monotonic() + 5
-    while groups.issuperset(found := set(marked())) and time.monotonic() < limit:
+    while groups.issuperset(leaders := set(marked())) and time.monotonic() < limit:
         time.sleep(0.05)
-    groups |= found
+    groups |= leaders
 for group in groups:
     try:
         os.killpg(group, signal.SIGKILL)
     except OSError:
         pass
-# A killed process may still finish a write, which makes a new file in the folder while it is removed.
+# A killed process may still finish a write and so create a file while the folder is removed.
 for _ in range(100):
     shutil.rmtree(folder, ignore_errors=True)
     if not os.path.lexists(folder):
@@ -54,7 +54,7 @@ class Guardian:
     """Helper process that kills the tasks if the launcher dies; a context manager.
 
     Args:
-        folder: The folder that it removes at the end; an absolute path.
+        folder: The folder that the guardian removes at the end; an absolute path.
     """
 
     def __init__(self, folder: str):
@@ -63,7 +63,7 @@ class Guardian:
     def __enter__(self) -> Guardian:
         self._process = subprocess.Popen(
             [sys.executable, "-SEc", _PROGRAM, self._folder, f"{progress.FOLDER}={self._folder}"],
-            bufsize=0,  # so that nothing is left to write, and to fail, should the guardian have been killed
+            bufsize=0,  # so that no buffered write can fail later if the guardian has been killed
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,
             stderr=subprocess.DEVNULL,
@@ -99,5 +99,5 @@ class Guardian:
         try:
             if pipe is not None:
                 pipe.write(f"{message}\n".encode())
-        except BrokenPipeError:  # somebody killed it; this process still ends its tasks itself
+        except BrokenPipeError:  # the guardian has been killed; this process still ends its tasks itself
             pass

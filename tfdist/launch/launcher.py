@@ -29,40 +29,39 @@ from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.temporary import temporary_folder
 
 _ALONE = (
-    "no task has made a tfdist.Trainer or strategy: unless the command connects the tasks itself, each has run alone"
+    "no task has created a tfdist.Trainer or strategy: unless the command connects the tasks itself, each ran alone"
 )
-# Seconds that tasks have after Ctrl-C: there is nothing to save, and they may wait for each other.
+# Seconds that tasks have after Ctrl-C: they save nothing then, and may wait for each other.
 _AFTER_INTERRUPT = 2.0
 
 
 class Launcher:
-    """Runs one command as every task of a cluster, again if a task fails and restarts are allowed.
+    """Supervisor that runs one command as every task of a cluster, and restarts tasks that fail, if restarts are allowed.
 
-    A synchronous cluster starts again as a whole, as its other tasks cannot go on; so does one with parameter servers when
-    its chief or a server fails. A worker of the latter is started again alone. A task that has been told to go, and ends
-    with exit code 75, asks for the same; that is no failure, and spends no restart.
+    All tasks of a synchronous cluster restart together, because the others cannot continue without the failed task. With
+    parameter servers all tasks restart if the chief or a server fails; a worker restarts alone. A task that ends with exit
+    code 75 after SIGTERM requests a restart, too; this is not a failure, and uses no restart.
 
     Args:
         command: The command and its arguments, the same for all tasks.
         cluster: The tasks and their addresses.
-        log_dir: Where each task's output is kept, as `<task>.log`. Logs of an earlier run move to a folder `before`.
+        log_dir: The folder of each task's output, `<task>.log`. Logs of an earlier run move to its subfolder `before`.
         environ: The environment that tasks inherit. None means this process's.
-        grace_seconds: How long tasks have to end after SIGTERM before SIGKILL: TensorFlow may be waiting for a peer and
-            not heed a signal.
-        output: Where tasks' lines go. None means this process's standard output.
-        max_restarts: How many restarts failures may cost; 0 means that the first failure ends the job.
-        prefixes: For a task, words before its command, which run the command in their place, such as `nsenter`.
-        evaluator: Whether to run the command as the task `evaluator:0`, too: beside the cluster, and without its GPUs.
-        fresh_ports: Whether tasks that all start again get other ports: those of `cluster` are this machine's, and nobody else's choice.
-        must_finish: Whether exit code 0 counts as a failure of a task that has not said that its training has finished
-            (`progress.mark_finished`), as those of `tfdist train` do. Amid a `fit` it is one in any case.
-        here: The tasks to start on this machine, where launchers on other machines start the rest. None means all. Each launcher
-            restarts its own tasks: those of the others fail when they lose these, and all wait for each other at the start.
+        grace_seconds: Seconds from SIGTERM to SIGKILL. TensorFlow may wait for a peer and not react to SIGTERM.
+        output: The stream for the tasks' lines. None means this process's standard output.
+        max_restarts: Number of restarts after failures; 0 means that the first failure ends the job.
+        prefixes: Words before a task's command, by task. They run the command, such as `nsenter`.
+        evaluator: Whether to run the command as the task `evaluator:0`, too: outside the cluster, and without GPUs.
+        fresh_ports: Whether to choose new ports when all tasks restart. Only for a cluster of this machine whose ports tfdist has chosen.
+        must_finish: Whether exit code 0 counts as a failure of a task that has not reported the end of its training
+            (`progress.mark_finished`), as tasks of `tfdist train` do. During a `fit`, exit code 0 is always a failure.
+        here: The tasks to start on this machine, if launchers on other machines start the others. None means all. Each launcher
+            restarts its own tasks: the other launchers' tasks fail when they lose these, and all tasks wait for each other at the start.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
-        lost_at: When the last failure was noticed, in seconds since the epoch, or None.
-        restarts: When to start again.
+        lost_at: The time of the last failure, in seconds since the epoch, or None.
+        restarts: The restart policy.
 
     Examples:
         >>> import sys, tempfile
@@ -99,13 +98,13 @@ class Launcher:
         self._tasks: list[TaskProcess] = []
         self._running: list[TaskProcess] = []
         self._has_evaluator, self._fresh_ports, self._must_finish = evaluator, fresh_ports, must_finish
-        self._later: list[tuple[float, TaskSpec]] = []  # when to start a worker again
+        self._later: list[tuple[float, TaskSpec]] = []  # time of a worker's restart, and the worker
         self._signals: list[int] = []
         self._kill_at = float("inf")
         self._restart = False
         self._preempted = False
-        self._knows_backups = here is None or cluster.chief in here  # the chief alone tells of them
-        self._saved: int | None = 0  # the step of the last backup, None if it is not known
+        self._knows_backups = here is None or cluster.chief in here  # only the chief reports them
+        self._saved: int | None = 0  # the step of the last backup; None if unknown
         self._last_preemption_step = -1
         self.restarts = RestartPolicy(max_restarts)
         self.failure: Failure | None = None
@@ -115,9 +114,9 @@ class Launcher:
         """Starts all tasks and waits until all have ended.
 
         Returns:
-            0 if all succeeded; 75 if tasks were told to go and want to be started again; else the first failure's exit
-            code, or 128 + the number of the signal that ended it or the launcher. With parameter servers the job ends
-            when the chief does: servers never end by themselves.
+            0 if all tasks succeeded; 75 if tasks saved after SIGTERM and need a restart; else the first failure's exit
+            code, or 128 + the number of the signal that ended the task or the launcher. With parameter servers the job
+            ends with the chief, because servers never end by themselves.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._appends = not self._output.attempt(self._log_dir, set_logs_aside, self._log_dir, self._here)
@@ -134,16 +133,16 @@ class Launcher:
                     self._run_once()
                     while self._restart and not self._signals:
                         self._wait()
-                        if self._fresh_ports:  # another program may have taken one
+                        if self._fresh_ports:  # another program may have taken a port
                             self._cluster = local.on_free_ports(self._cluster)
                         self._run_once()
                     if not self._preempted and self.failure is None:
                         self._evaluator.finish(lambda: bool(self._signals), self._refresh)
                     if not (self._preempted or self._signals or self.failure):
                         self._remove_backups()
-                    was_told = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
-                    if was_told and (what := self._how_to_continue()):
-                        self._output.say(what)
+                    received_sigterm = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
+                    if received_sigterm and (advice := self._how_to_continue()):
+                        self._output.say(advice)
                     alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
                     if alone and not (self._preempted or self._signals or self.failure):
                         self._output.say(_ALONE)
@@ -196,20 +195,24 @@ class Launcher:
             for key, _ in self._selector.select(timeout=0.05):
                 self._forward_output(key.data)
             self._refresh()
-            # After Ctrl-C tracebacks say nothing new, and a task may take seconds to end, as the others do not answer.
+            # After Ctrl-C tracebacks contain nothing new, and a task may take seconds to end, because its peers do not answer.
             for task in self._running if signal.SIGINT not in self._signals else ():
                 self._output.release_expired(task)
             if any(self._is_over(task) for task in self._running):
                 self._take_ended()
             if len(self._signals) > handled:
-                grace, kept = 0.0 if handled else self._grace_seconds, ""
+                grace, advice = 0.0 if handled else self._grace_seconds, ""
                 if self._signals[0] == signal.SIGINT:
                     grace, self._output.is_interrupted = min(grace, _AFTER_INTERRUPT), True
-                    kept = "" if handled else self._how_to_continue(". ")
+                    advice = "" if handled else self._how_to_continue(". ")
                 if self._running:
                     name = signal_name(self._signals[handled])
-                    last = f"; those left after {grace:g} s are killed, or upon another signal" if grace else " now"
-                    self._output.say(f"{name}: ending all tasks{last}{kept}")
+                    last = (
+                        f"; tasks that still run after {grace:g} s, or at another signal, are killed"
+                        if grace
+                        else " now"
+                    )
+                    self._output.say(f"{name}: ending all tasks{last}{advice}")
                 self._end(self._signals[0], grace)
                 handled = len(self._signals)
             if time.monotonic() > self._kill_at:
@@ -217,11 +220,11 @@ class Launcher:
                     task.signal(signal.SIGKILL)
 
     def _take_ended(self) -> None:
-        # Asked anew: where one has ended because of another, that one is among them.
+        # Look at all tasks again: if one task ended because of another, that other task has ended by now, too.
         ended = [task for task in self._running if self._is_over(task)]
         for task in ended:
             self._running.remove(task)
-            # What it started and left behind would hold its pipe open, too.
+            # Processes that the task started may outlive it, and would keep its pipe open.
             task.signal(signal.SIGKILL)
             task.over = True
             self._forward_output(task, self._output.drain)
@@ -230,7 +233,7 @@ class Launcher:
             self._ended(task)
 
     def _is_over(self, task: TaskProcess) -> bool:
-        # A shell dies of a signal at once; what it runs has the whole grace.
+        # A shell dies of a signal at once; the processes that it runs have the full grace period.
         stopping = self._kill_at < float("inf") and time.monotonic() < self._kill_at
         return task.process.poll() is not None and not (stopping and task.signal(0))
 
@@ -274,12 +277,12 @@ class Launcher:
         self._output.release(task)
         if task.process.returncode == process_end.PREEMPTED:
             done, self._saved = self._steps(task)
-            # Without progress since it was told last, it is no preemption that it suffers from.
+            # Without progress since the last preemption this end counts as a failure.
             free = (done or 0) > self._last_preemption_step
             self._last_preemption_step, self._preempted = done or 0, True
             self._restart = self.restarts.limit > 0 and (free or not self.restarts.failed(done))
             then = f"; starting again from {self._from_where()}" if self._restart else ""
-            self._output.say(f"{task.spec} was told to end (SIGTERM) at step {done or 0}{then}")
+            self._output.say(f"{task.spec} ended after SIGTERM at step {done or 0}{then}")
             self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
             self.restarts.total += self._restart and free
         elif task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
@@ -299,33 +302,33 @@ class Launcher:
                 self._output.attempt(self._progress, progress.write_restarts, self._progress, self.restarts.total)
                 self._later.append((time.monotonic() + self.restarts.delay, task.spec))
             else:
-                has_none = done is not None and self._saved == 0 and not progress.is_backed_up(self._progress)
-                why = ", as there is no backup_dir" if has_none else ""
+                has_no_backup_dir = done is not None and self._saved == 0 and not progress.is_backed_up(self._progress)
+                why = ", because no backup_dir is set" if has_no_backup_dir else ""
                 self._output.say(f"{lost}; {count} from {self._from_where()}{why}. Full output: {task.log_path}")
                 self._restart = True
-                self._end(signal.SIGKILL, 0.0)  # stuck in a collective, and deaf
+                self._end(signal.SIGKILL, 0.0)  # blocked in a collective, where tasks do not react to SIGTERM
             return
         gone = failure.exit_code < 0 or failure.exit_code == process_end.PREEMPTED
         if alone and gone and (self._later or any(other.spec.type == "worker" for other in self._running)):
-            # Parameter servers keep what it has learnt.
+            # Parameter servers hold the weights that this worker has trained.
             self._output.release(task)
-            self._output.say(f"{failure}; the other workers go on")
+            self._output.say(f"{failure}; the other workers continue")
             return
         self.failure = failure
         self._output.release(task)
         why = f"; {why}" if self.restarts.limit else ""
         remedy = failure.remedy(self._saved)
         self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
-        self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # it has nothing to save
+        self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # after a failure tasks save nothing
 
     def _remove_backups(self) -> None:
-        """Removes the backups of finished trainings, which tasks have left until no restart can need them."""
+        """Removes the backups of finished trainings. Tasks do not remove them, because a restart might still need them."""
         for folder, names in late_removal.noted(self._progress):
             try:
                 late_removal.remove_noted(folder, names)
             except OSError as e:
                 self._output.say(
-                    f"the backups in {folder} are left, though the model is saved: {write_error_reason(e)}. Remove them, or the next "
+                    f"the backups in {folder} cannot be removed, though the model is saved: {write_error_reason(e)}. Remove them, or the next "
                     "training there continues from them"
                 )
 
@@ -333,7 +336,7 @@ class Launcher:
         return "the chief's last backup, if there is one" if self._saved is None else f"step {self._saved}"
 
     def _steps(self, task: TaskProcess) -> tuple[int | None, int | None]:
-        """Returns the step at which a task is, None before its training, and that of the last backup, None if it is not known."""
+        """Returns a task's step, None before its training, and the step of the last backup, None if unknown."""
         known = {spec: progress.read(self._progress, spec.name) for spec in self._specs}
         reports = [steps for steps in known.values() if steps]
         of_task = known[task.spec] or max(reports, default=None)
@@ -350,11 +353,11 @@ class Launcher:
         return before + progress.how_to_continue(self._last_backup(reports)) if reports else ""
 
     def _is_server(self, task: TaskSpec) -> bool:
-        """Returns whether a task serves a chief, which saves for all."""
+        """Returns whether a task is a worker or server under a chief, which saves for all tasks."""
         return bool(self._cluster.jobs.get("ps")) and task != self._cluster.chief
 
     def _end(self, number: int, grace: float) -> None:
-        """Asks the tasks still running to end; kills them after the grace."""
+        """Sends a signal to the running tasks, and schedules SIGKILL after the grace period."""
         self._later = []
         self._kill_at = min(self._kill_at, time.monotonic() + grace)
         for task in self._running:

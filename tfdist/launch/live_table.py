@@ -1,4 +1,4 @@
-"""A table of the tasks below their lines, in a terminal: how far each is, how fast, for how long still, and its metrics. No TensorFlow here."""
+"""A table of the tasks below their lines, in a terminal: each task's step, speed, remaining time and metrics. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from tfdist.runtime import progress
 from tfdist.runtime.log import is_terminal
 
 _EVERY = 0.25  # seconds between two looks
-_RATE_SECONDS = 10.0  # over which steps per second are taken
+_RATE_SECONDS = 10.0  # over which steps per second are measured
 _COLUMNS = ("task", "state", "epoch", "step", "steps/s", "time left")
 _ANY_WIDTH = 10_000
 
@@ -26,23 +26,23 @@ def is_possible() -> bool:
 
 
 class Pace:
-    """The pace of one task, from repeated looks at its step.
+    """The pace of one task, from repeated observations of its step.
 
     Attributes:
-        rate: Steps per second in the last seconds, or None before there are two looks.
-        seconds_left: Until the last step, at the pace since the first one, validations included; None if unknown.
+        rate: Steps per second in the last 10 s; None before a second observation.
+        seconds_left: Seconds until the last step, at the mean pace since the first step, validations included; None if unknown.
     """
 
     def __init__(self) -> None:
         self.rate: float | None = None
         self.seconds_left: float | None = None
         self._looks: collections.deque[tuple[float, int]] = collections.deque()
-        self._start: tuple[float, int] | None = None  # once its step has moved: the first one takes a compilation
+        self._start: tuple[float, int] | None = None  # after the first step, which includes a compilation
 
     def look(self, now: float, steps: progress.Steps) -> None:
         """Records the task's steps at a time."""
         before = self._looks[-1][1] if self._looks else steps.done
-        if steps.done < before:  # another training
+        if steps.done < before:  # another training has begun
             self.__init__()  # type: ignore[misc]
         elif steps.done > before and self._start is None:
             self._looks.clear()
@@ -80,8 +80,8 @@ class LiveTable:
 
     Args:
         tasks: The tasks.
-        servers: Those of them that serve others, and have no steps.
-        folder: Where tasks tell their progress.
+        servers: The tasks that only serve others and have no steps.
+        folder: The folder in which tasks write their progress.
     """
 
     def __init__(self, tasks: Sequence[TaskSpec], servers: Collection[TaskSpec], folder: str):
@@ -93,7 +93,7 @@ class LiveTable:
         self._screen = _Screen()
         self._console = console.Console(file=self._screen, markup=False, emoji=False, highlight=False)
         self._any_width = self._console.options.update_width(_ANY_WIDTH)
-        # What is left on the screen are the lines. No thread: each frame erases the one before, so none may be lost.
+        # transient: only the lines remain on the screen. No thread: each frame erases the previous one, so no frame may be lost.
         self._live = live.Live(
             console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False
         )
@@ -107,7 +107,7 @@ class LiveTable:
         Args:
             lines: The lines.
             running: The tasks that run.
-            restarting: Those that will be started again.
+            restarting: The tasks that will be restarted.
             ending: Whether the tasks have been asked to end.
         """
         self._print(lines)
@@ -117,7 +117,7 @@ class LiveTable:
         rows = [self._row(task, now, running, restarting, ending) for task in self._tasks]
         metrics = [progress.read_metrics(self._folder, task.name) for task in self._tasks]
         names = sorted(dict.fromkeys(name for values in metrics for name in values), key=lambda name: name != "loss")
-        # A terminal echoes ^C behind the table: in a full line it would begin another one, which would not be erased.
+        # A terminal echoes ^C behind the table: after a full line it would go to a new line, which would not be erased.
         width = max(1, self._console.width - 4)
         shown = self._table_of(rows, metrics, names)
         while names and self._console.measure(shown, options=self._any_width).maximum > width:
@@ -129,7 +129,7 @@ class LiveTable:
     def _table_of(
         self, rows: Sequence[Sequence[str]], metrics: Sequence[Mapping[str, str]], names: Sequence[str]
     ) -> table.Table:
-        """Returns the table, with a column for each of some metrics."""
+        """Returns the table, with a column for each of the metrics `names`."""
         room = max(1, self._console.height // 2 - 2)
         shown = table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
         for name in (*_COLUMNS, *names):
@@ -195,5 +195,5 @@ def _of(number: int, last: int) -> str:
 
 
 def _duration(seconds: float) -> str:
-    minutes, rest = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{rest:02}" if minutes >= 60 else f"{minutes}:{rest:02}"
+    minutes, remainder = divmod(round(seconds), 60)
+    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}" if minutes >= 60 else f"{minutes}:{remainder:02}"

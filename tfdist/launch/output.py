@@ -20,17 +20,19 @@ from tfdist.launch.process import TaskProcess
 from tfdist.runtime import process_end
 from tfdist.runtime.files import write_error_reason
 
-# A traceback is held back for this long: its task may be about to fail, and then the launcher decides what to show of it.
+# Seconds for which a traceback is held back: if its task fails, the launcher decides whether to print it.
 _HOLD_SECONDS = 3.0
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMEMBERED_WARNINGS = 1000
-_OWN = b"tfdist: "  # how the launcher's own lines begin
+_OWN = b"tfdist: "  # the start of the launcher's own lines
 _INTERRUPTED = _OWN + process_end.INTERRUPTED.encode()
-_MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; of more, the tasks' oldest are left out
-# How long the end waits for the reader, in seconds: since it last took something, in all, and in all after a signal.
+_MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; beyond that, the tasks' oldest lines are dropped
+# Seconds that `close` waits for the reader: since its last read, in total, and in total after a signal.
 _LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
 _TURN = 0.02  # seconds between two looks at the writer
-_DRAIN_SECONDS = 1.0  # for which the end of a task's output is waited for: what it has left behind may have it open
+_DRAIN_SECONDS = (
+    1.0  # limit of the wait for the end of a task's output: processes that the task started may keep the pipe open
+)
 _PIECE = 4096  # bytes of one write: a blocking write of more returns only when the reader has taken nearly all of it
 
 
@@ -40,8 +42,8 @@ class LauncherOutput:
     Lines that the reader is slow to take wait in memory; if they are too many, the tasks' oldest are dropped and counted.
 
     Args:
-        stream: Where lines go. None means this process's standard output.
-        log_dir: Where the logs are, for the message of how many lines were left out.
+        stream: The stream to write to. None means this process's standard output.
+        log_dir: The folder of the logs, for the message about dropped lines.
 
     Attributes:
         is_interrupted: Whether Ctrl-C was pressed and reported: the tasks' own messages about it are not shown.
@@ -54,11 +56,11 @@ class LauncherOutput:
         self._faulty: set[str | os.PathLike[str]] = set()  # folders in which something could not be written
         self._waiting: collections.deque[bytes] = collections.deque()
         self._waiting_bytes = 0
-        self._spared: list[bytes] = []  # the launcher's own lines among those left out
+        self._spared: list[bytes] = []  # the launcher's own lines among the dropped ones
         self._left_out = 0
         self._has_table = stream is None and live_table.is_possible()
         self._table: live_table.LiveTable | None = None
-        # By what warnings have in common: the line as shown, and how many followed.
+        # The first line of a warning, and the number of its repetitions, by the text that repetitions share.
         self._warnings: dict[bytes, tuple[bytes, int]] = {}
         self._repeated: dict[TaskProcess, bytes] = {}  # tasks whose last line was a repeated warning
 
@@ -80,11 +82,11 @@ class LauncherOutput:
         """Removes the table and writes the remaining lines. Always call it, or the cursor stays hidden.
 
         Args:
-            signals: Returns how many signals have come. After one, the wait for the reader is short; another one ends it.
+            signals: Returns the number of signals received. After one signal the wait for the reader is short; another ends it.
         """
         before, moved = signals(), self._writer.moved_at
         longest = _LAST_WAIT_AFTER_SIGNAL if before else _LONGEST_LAST_WAIT
-        # In turns, not by the clock: where this process is kept waiting, its writer is, too, and the reader not to blame.
+        # Count turns, not time: if this process was stopped or starved, its writer was, too, and the reader is not the cause.
         waited = still = 0.0
         while not self._writer.is_broken and (self._table or self._waiting or not self._writer.is_idle):
             if self._writer.moved_at != moved:
@@ -102,14 +104,14 @@ class LauncherOutput:
         """Prints the last output of a task that has ended."""
         deadline, last = time.monotonic() + _DRAIN_SECONDS, False
         while task.open and not last:
-            # All that it has written fits in its pipe: it is read once, however late this process comes to that.
+            # The task's last output fits in its pipe, so one more read after the deadline gets all of it.
             last = time.monotonic() >= deadline
             self.forward(task, last)
             if task.open and not last:
                 time.sleep(0.005)
 
     def forward(self, task: TaskProcess, last: bool = False) -> None:
-        """Prints the complete lines that a task has written since, and holds a traceback back. Arguments as for `TaskProcess.read`."""
+        """Prints a task's new complete lines, and holds a traceback back. Arguments as for `TaskProcess.read`."""
         for line in task.read(last):
             if task.held or line.startswith(_TRACEBACK):
                 task.held_since = task.held_since if task.held else time.monotonic()
@@ -118,19 +120,19 @@ class LauncherOutput:
                 self._print(task, line)
         if task.log_fault:
             self.say(
-                f"cannot write {task.log_path}: {task.log_fault.strerror}; what {task.spec} says is shown here alone"
+                f"cannot write {task.log_path}: {task.log_fault.strerror}; the output of {task.spec} is only shown here"
             )
             task.log_fault = None
 
     def count_warnings(self) -> None:
-        """Prints how often warnings were repeated that were shown once."""
+        """Prints the number of repetitions of each warning; the warning itself was printed once."""
         for line, more in self._warnings.values():
             if more:
                 self._write(f"tfdist: {more} more line{'s' if more > 1 else ''} like: ".encode() + line)
         self._warnings = {}
 
     def _is_repeated(self, task: TaskProcess, line: bytes) -> bool:
-        """Returns whether a line is a warning that any task has given before, or the code below such a one."""
+        """Returns whether a line is a warning that a task has printed before, or the source line below such a warning."""
         warning = self._repeated.pop(task, None)
         if warning and process.is_source_of(warning, line):
             return True
@@ -156,13 +158,15 @@ class LauncherOutput:
             self.release(task)
 
     def attempt(self, path: str | os.PathLike[str], action: Callable[..., object], *arguments: object) -> bool:
-        """Calls a function that writes files; after an error it warns once and returns False, as tasks need not end for it."""
+        """Calls a function that writes files. After an error it warns once per path and returns False, so that tasks continue."""
         try:
             action(*arguments)
         except OSError as e:
             if path not in self._faulty:
                 self._faulty.add(path)
-                self.say(f"cannot write in {os.fspath(path)}: {write_error_reason(e)}; the tasks go on. Free the disk")
+                self.say(
+                    f"cannot write in {os.fspath(path)}: {write_error_reason(e)}; the tasks continue. Free the disk"
+                )
             return False
         return True
 
@@ -179,24 +183,22 @@ class LauncherOutput:
         while self._waiting_bytes > _MOST_WAITING:
             oldest = self._waiting.popleft()
             self._waiting_bytes -= len(oldest)
-            if oldest.startswith(_OWN):  # which no log has
+            if oldest.startswith(_OWN):  # no log contains it
                 self._spared.append(oldest)
             else:
                 self._left_out += 1
         self._flush()
 
     def _flush(self) -> None:
-        """Writes the lines that wait, unless the table's next refresh does that or the reader is not ready."""
+        """Writes the waiting lines, unless the table's next refresh writes them or the reader is not ready."""
         if self._table is None and self._writer.is_idle:
             self._writer.write(b"".join(line + b"\n" for line in self._take_lines()))
 
     def _take_lines(self) -> list[bytes]:
-        """Returns the lines that wait, and waits with none."""
+        """Returns the waiting lines and clears them."""
         lines = [*self._spared, *self._waiting]
         if self._left_out:
-            message = (
-                f"{self._left_out} lines of tasks were left out here, as nobody read them; {self._log_dir} has them"
-            )
+            message = f"{self._left_out} lines of tasks were dropped here, as the reader was too slow; {self._log_dir} has them"
             lines.insert(0, _OWN + message.encode())
         self._spared, self._left_out, self._waiting_bytes = [], 0, 0
         self._waiting.clear()
@@ -210,7 +212,7 @@ def _standard_output() -> IO[bytes] | None:
 
 
 class _TextOutput(io.RawIOBase):
-    """A stream of bytes to one of text: a notebook's standard output has no bytes."""
+    """A byte stream over a text stream: a notebook's standard output accepts only text."""
 
     def __init__(self, stream: TextIO):
         self._stream = stream
@@ -226,16 +228,16 @@ class _TextOutput(io.RawIOBase):
 
 
 class BackgroundWriter:
-    """Writes one chunk at a time to a stream, in a thread, so that a reader that stalls holds up nobody else.
+    """Writer of one chunk at a time to a stream, in a thread, so that a stalled reader does not block the launcher.
 
-    The stream's own mode stays as it is: other programs share a terminal.
+    The stream stays in blocking mode, because other programs share a terminal.
 
     Args:
-        stream: Where to write. None means nowhere: standard output is closed.
+        stream: The stream to write to. None means that standard output is closed, and drops all output.
 
     Attributes:
-        is_broken: Whether a write has failed: the reader has gone, or the disk is full.
-        moved_at: When the reader has last taken something, by `time.monotonic()`.
+        is_broken: Whether a write has failed, because the reader has ended or the disk is full.
+        moved_at: The time of the reader's last read, by `time.monotonic()`.
     """
 
     def __init__(self, stream: IO[bytes] | None):
@@ -247,8 +249,8 @@ class BackgroundWriter:
         try:
             if stream is not None:
                 stream.flush()
-                self._descriptor = stream.fileno()  # a thread that is stuck in the stream itself would hold its lock
-        except (OSError, ValueError):  # a stream in memory, or one that is closed
+                self._descriptor = stream.fileno()  # a thread that blocks in the stream object would hold its lock
+        except (OSError, ValueError):  # a stream in memory, or a closed one
             pass
 
     @property
@@ -257,7 +259,7 @@ class BackgroundWriter:
         return self._thread is None or not self._thread.is_alive()
 
     def write(self, chunk: bytes) -> None:
-        """Begins to write a chunk; only when idle."""
+        """Starts to write a chunk. Call it only while the writer is idle."""
         if chunk and not self.is_broken:
             self.moved_at = time.monotonic()
             # Daemonic: the process may end while the thread waits for the reader.
@@ -265,7 +267,7 @@ class BackgroundWriter:
             self._thread.start()
 
     def wait(self, seconds: float) -> None:
-        """Waits until the writer is idle, for some seconds at most."""
+        """Waits until the writer is idle, at most `seconds`."""
         if self._thread is not None:
             self._thread.join(seconds)
 
@@ -276,10 +278,10 @@ class BackgroundWriter:
                 self._stream.write(chunk)
                 self._stream.flush()
                 return
-            rest = memoryview(chunk)
-            while rest:
+            unwritten = memoryview(chunk)
+            while unwritten:
                 try:
-                    rest = rest[os.write(self._descriptor, rest[:_PIECE]) :]
+                    unwritten = unwritten[os.write(self._descriptor, unwritten[:_PIECE]) :]
                 except BlockingIOError:  # another program has made the terminal non-blocking
                     poll = select.poll()
                     poll.register(self._descriptor, select.POLLOUT)

@@ -1,4 +1,4 @@
-"""The process of one task: its environment, its lines of output, and why it failed. No TensorFlow here."""
+"""The process of one task: its environment, its lines of output, and the cause of its failure. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from tfdist.runtime.tensorflow_log import CXX_LINE, is_tensorflow_log
 
 _TAIL_LINES = 20
 _LONGEST_LINE = 1 << 16
-_CHUNK = 1 << 16  # bytes that are read at once: what a pipe holds
+_CHUNK = 1 << 16  # bytes per read: the size of a pipe
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
-# First lines of messages that have their cause further down, and lines that are not it.
+# First lines of messages whose cause is further down, and lines between that do not contain the cause.
 _HEADING = re.compile(rb":$|Exception encountered when calling ")
 _DETAIL = re.compile(
     rb"\s|Arguments received by |Detected at node |<stack traces unavailable>|Node: |\d+ root error|.*:$"
 )
 _REASON_LENGTH = 200
-# As `training.lost_workers` says.
+# The message of `training.lost_workers`.
 _BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained with it")
 _COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
 _PYTHON_WARNING = re.compile(rb"(?P<file>.+?):(?P<line>\d+): (?:\w+\.)*\w*Warning: ")
@@ -39,7 +39,7 @@ _LOGGED_WARNING = re.compile(rb"WARNING:[\w.]+:|W\d{4} [\d:.]+ +\d+ \S+\.py:\d+\
 _ESCAPES = re.compile(
     rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x08\x0a-\x1f\x7f]"
 )
-# Keras' progress bar, which is a line of its own for each step where there is no terminal.
+# Keras' progress bar; without a terminal Keras prints a new line for each step.
 _PROGRESS_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
 
 
@@ -75,7 +75,7 @@ class TaskProcess:
         self.pipe = self.process.stdout
         os.set_blocking(self.pipe.fileno(), False)
         self.partial = b""
-        self._in_tensorflow_log = False  # the line before was TensorFlow's own
+        self._in_tensorflow_log = False  # the previous line was one of TensorFlow's log
         self.held: list[bytes] = []
         self.held_since = 0.0
         self.tail: list[bytes] = []
@@ -83,10 +83,10 @@ class TaskProcess:
         self.over = False
 
     def read(self, last: bool = False) -> list[bytes]:
-        """Returns complete lines written since the last call, not always all; notes the end of the output.
+        """Returns complete lines written since the last call, at most one chunk, and records the end of the output.
 
         Args:
-            last: Whether a line is complete that has no end yet, as the task has ended.
+            last: Whether to return a line without a line end, too, because the task has ended.
         """
         try:
             # One chunk: a task that never stops writing must leave time for signals.
@@ -112,7 +112,7 @@ class TaskProcess:
         return shown
 
     def _write_log(self, chunk: bytes) -> None:
-        """Writes to the log, until that fails once: a full disk is no reason to end a training."""
+        """Writes to the log until the first error: a full disk must not end a training."""
         if self.log is None:
             return
         try:
@@ -124,15 +124,15 @@ class TaskProcess:
             self.log, self.log_fault = None, e
 
     def failures_by_cause(self) -> tuple[bool, bool, float]:
-        """Sorts ended tasks, the likely cause of the others' end first: killed ones, then by the time of their traceback.
+        """Returns a key that sorts ended tasks, the likely cause of the other failures first.
 
-        Those come last that say themselves that another has ended.
+        Killed tasks come first, then tasks by the time of their traceback. Tasks that report another task's end come last.
         """
         blames = any(map(_BLAMES_ANOTHER.search, self.held or self.tail))
         return (self.process.returncode >= 0, blames, self.held_since or float("inf"))
 
     def signal(self, number: int) -> bool:
-        """Sends a signal to the task and all that it has started; returns whether any of it was there."""
+        """Sends a signal to the task and all processes that it has started; returns whether any of them existed."""
         try:
             os.killpg(self.process.pid, number)
         except ProcessLookupError:
@@ -141,7 +141,7 @@ class TaskProcess:
 
     def close(self) -> None:
         """Kills the remaining processes of the task and closes its files."""
-        if not self.over:  # else its number may be another's by now
+        if not self.over:  # afterwards another process may have its id
             self.signal(signal.SIGKILL)
         self.process.wait()
         self.pipe.close()
@@ -153,26 +153,26 @@ def task_environ(environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpe
     """Returns the environment of a task.
 
     Args:
-        environ: The environment that it inherits.
+        environ: The environment that the task inherits.
         cluster: The cluster.
         task: The task.
-        folder: Where it writes its progress.
+        folder: The folder in which the task writes its progress.
     """
     variables = {tensorflow_log.LEVEL: tensorflow_log.ERRORS_ONLY, **environ}
     variables |= {"TF_CONFIG": cluster.to_tf_config(task), "PYTHONUNBUFFERED": "1", progress.FOLDER: folder}
     variables[progress.LAUNCHED] = str(psutil.Process().create_time())
-    # An evaluator is beside the cluster, which takes all memory of the GPUs.
+    # The cluster's tasks reserve all memory of the GPUs, so the evaluator gets none.
     return variables if task.type != "evaluator" else {**variables, "CUDA_VISIBLE_DEVICES": ""}
 
 
 @dataclasses.dataclass(frozen=True)
 class Failure:
-    """The first task that failed.
+    """The failure of a task.
 
     Attributes:
-        task: Which.
-        exit_code: Its exit code, or minus the number of the signal that ended it.
-        reason: The last line of its traceback or another complaint, where it has printed one; of exit code 0, where it was.
+        task: The task that failed.
+        exit_code: The task's exit code, or minus the number of the signal that ended it.
+        reason: The last line of the task's traceback or another error message, or an empty text; for exit code 0, the step.
     """
 
     task: TaskSpec
@@ -181,7 +181,7 @@ class Failure:
 
     @property
     def cause(self) -> str:
-        """The way it ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
+        """How the task ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
         if not self.exit_code:
@@ -193,7 +193,7 @@ class Failure:
         """The exit code that a shell would show."""
         return (
             self.exit_code if self.exit_code > 0 else 128 - self.exit_code if self.exit_code else 1
-        )  # 0 is a failure, too
+        )  # exit code 0 before the end of the training is a failure, too
 
     def remedy(self, saved: int | None) -> str:
         """Returns how to continue after a process was killed or left its `fit`, or an empty text; `saved` is the last backup's step."""
@@ -215,7 +215,7 @@ class Failure:
 
 
 def last_error_line(lines: Sequence[bytes]) -> str:
-    """Returns the message of the last exception in one line; without an exception, the last complaint, or an empty text.
+    """Returns the message of the last exception in one line; without an exception, the last error message, or an empty text.
 
     A message of several lines is represented by its first line, or by the next one with content if the first is only a heading.
     """
@@ -251,7 +251,7 @@ def to_plain(line: bytes) -> bytes:
 
 
 def warning_text(line: bytes) -> bytes | None:
-    """Returns the text of a warning without its time, which is equal for repetitions; None for other lines.
+    """Returns the part of a warning that is equal in repetitions, without the time; None for other lines.
 
     Warnings are Python's, those that `logging` and absl print in their default forms, and those of TensorFlow's C++ log.
     """
@@ -278,7 +278,7 @@ def set_logs_aside(folder: pathlib.Path, tasks: Sequence[TaskSpec] | None = None
 
     Args:
         folder: The folder.
-        tasks: Whose logs; None means all. The others may be those of tasks that run on other hosts.
+        tasks: The tasks whose logs move; None means all. Logs of other tasks may belong to other hosts.
     """
     names = None if tasks is None else {f"{task.name}.log" for task in tasks}
     for log in folder.glob("*.log"):
@@ -290,7 +290,7 @@ def set_logs_aside(folder: pathlib.Path, tasks: Sequence[TaskSpec] | None = None
 
 @contextlib.contextmanager
 def handling_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
-    """Calls a function with the number of each SIGINT, SIGTERM and SIGHUP inside. Ignored signals stay ignored, as under nohup."""
+    """Calls a function with the number of each SIGINT, SIGTERM and SIGHUP in the block. Ignored signals stay ignored, as under nohup."""
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {n: signal.signal(n, lambda number, frame: on_signal(number)) for n in numbers}
     try:

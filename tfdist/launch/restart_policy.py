@@ -8,7 +8,7 @@ from collections.abc import Callable
 from tfdist.errors import ConfigError
 from tfdist.runtime import process_end
 
-_SAME_STEP = 3  # failures at one step, after which the step itself must be what fails
+_SAME_STEP = 3  # failures at one step, after which the step itself must be the cause
 _CONFIG_ERROR = (
     f"{ConfigError.__module__}.{ConfigError.__qualname__}"  # how the last line of a script's traceback begins
 )
@@ -19,30 +19,30 @@ def why_final(exit_code: int, has_refusal: bool, saved: int = 0, reason: str = "
     """Returns why a task would fail again after a restart, or an empty text.
 
     Args:
-        exit_code: Its exit code.
-        has_refusal: Whether it has refused its backups.
+        exit_code: The task's exit code.
+        has_refusal: Whether the task has rejected its backups.
         saved: The step of the last backup, or 0.
-        reason: The last line of its traceback.
+        reason: The last line of the task's traceback.
     """
     if has_refusal:
         last = f"; the last backup was that of step {saved}" if saved else ""
-        return f"no restart, as it would refuse the backups again{last}"
+        return f"no restart, because it would reject the backups again{last}"
     is_faulty = exit_code == process_end.FAULTY_CONFIG or reason.startswith(_CONFIG_ERROR)
-    return "a faulty command line or configuration stays so" if is_faulty else ""
+    return "an invalid command line or configuration would fail again" if is_faulty else ""
 
 
 class RestartPolicy:
     """A budget of restarts, which refills after steady progress.
 
     Args:
-        limit: Restarts to spend.
-        refill_seconds: After so long without a failure, and further than at the last one, all of it is there again.
-        clock: Returns seconds. Injected so that tests need not wait.
+        limit: The budget: number of restarts.
+        refill_seconds: A failure after this many seconds without another, and at a later step, refills the budget first.
+        clock: Returns the time in seconds. Tests replace it, so that they need not wait.
 
     Attributes:
-        limit: As given.
-        spent: Restarts spent of it.
-        total: Restarts so far.
+        limit: The budget.
+        spent: Restarts spent since the last refill.
+        total: All restarts so far.
     """
 
     def __init__(self, limit: int, refill_seconds: float = 600.0, clock: Callable[[], float] = time.monotonic):
@@ -51,19 +51,19 @@ class RestartPolicy:
         self.total = 0
         self._refill_seconds = refill_seconds
         self._clock = clock
-        self._last = clock()  # failure
+        self._last = clock()  # time of the last failure
         self._step: int | None = None  # of the last failure
-        self._same = 0  # failures there, one after the other
+        self._same = 0  # consecutive failures at that step
         self._stuck = 0  # restarts without progress
 
     def failed(self, step: int | None) -> str:
         """Counts a failure, and decides whether the run starts again.
 
         Args:
-            step: The training steps done by then, or None if none had been begun.
+            step: The training steps completed before the failure, or None before the first step.
 
         Returns:
-            An empty text if the run is to be started again, else the reason why it is not.
+            An empty text if the run should be restarted, else the reason against a restart.
         """
         now, before = self._clock(), self._step
         progressed = step is not None and (before is None or step > before)

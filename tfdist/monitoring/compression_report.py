@@ -1,4 +1,4 @@
-"""Reports the effect of compression: the planned bytes of a step, the time of an exchange, and warnings where it has no effect."""
+"""The effect of compression: the planned bytes of a step, the time of an exchange, and warnings if it has no effect."""
 
 from __future__ import annotations
 
@@ -11,15 +11,15 @@ from tfdist.compression.base import NONE, Compressor
 from tfdist.gradients.optimizer import get_reduction
 
 NO_GAIN_WARNING = (
-    "compression did not make steps faster here: the sum of the gradients takes {compressed:.1f} ms with it, and "
-    "{plain:.1f} ms without"
+    "compression did not make steps faster here: the sum of the gradients takes {compressed:.1f} ms with compression, "
+    "and {plain:.1f} ms without"
 )
 
 
 def exchange_ms(model: keras.Model) -> dict[str, float] | None:
-    """Returns how many milliseconds the sum of all gradients takes, `compressed` and `plain`; None without a compressor.
+    """Measures the milliseconds of a sum of all gradients, `compressed` and `plain`; returns None without a compressor.
 
-    Measured now, by summing numbers as many as the gradients have: a collective.
+    The measurement sums tensors of the gradients' sizes now, which is a collective: all ranks must call it.
     """
     reductions = [each for optimizer in optimizer_search.optimizers(model) if (each := get_reduction(optimizer))]
     if not reductions:
@@ -29,7 +29,7 @@ def exchange_ms(model: keras.Model) -> dict[str, float] | None:
 
 
 def faults(model: keras.Model) -> Iterator[str]:
-    """Yields sentences about compressors that have not begun yet, and about updates that were left out."""
+    """Yields warnings about compressors that have not started yet, and about skipped updates."""
     for optimizer in optimizer_search.optimizers(model):
         if not (reduction := get_reduction(optimizer)):
             continue
@@ -40,23 +40,25 @@ def faults(model: keras.Model) -> Iterator[str]:
         )
         if updates <= compressor.start_step > 0:
             yield (
-                f"nothing was compressed: {compressor.description} begins after {compressor.start_step} updates, and this "
+                f"nothing was compressed: {compressor.description} starts after {compressor.start_step} updates, but this "
                 f"training has made {updates}; lower start_powerSGD_iter or warmup_steps"
             )
-        if left_out and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):  # which means to
+        if left_out and not isinstance(
+            optimizer, keras.optimizers.LossScaleOptimizer
+        ):  # skipping updates is intended there
             yield (
-                f"{left_out} updates were left out, because a gradient was not finite, or too large for "
-                f"{compressor.description}; fp16 ends at 65504"
+                f"{left_out} updates were skipped, because a gradient was not finite, or too large for "
+                f"{compressor.description}; the largest value of fp16 is 65504"
             )
 
 
 def planned_bytes(model: keras.Model, compression: Compressor | None, replicas: int) -> int | None:
-    """Returns the bytes that each rank sends for the gradients of a step; None where only a step shows them.
+    """Returns the bytes that each rank sends for the gradients of a step; None if they depend on the batch.
 
-    Where gradients are accumulated, an update's bytes are divided among its steps.
+    With accumulated gradients, an update's bytes are divided by its number of steps.
 
     Args:
-        model: The model; an embedding's gradient has as many rows as a batch has words.
+        model: The model. With an embedding the result is None: its gradient has a row for each word of the batch.
         compression: The compressor, or None.
         replicas: The number of ranks.
     """

@@ -1,4 +1,4 @@
-"""One run of TensorBoard: a folder of event files, of which the last can be cut where a backup was taken."""
+"""A run of TensorBoard: a folder of event files, which can be truncated to their sizes at a backup."""
 
 from __future__ import annotations
 
@@ -12,34 +12,34 @@ import numpy as np
 import tensorflow as tf
 
 BY_ITERATIONS = "evaluation_{name}_vs_iterations"  # Keras' tag for an evaluation
-_OURS = ".tfdist"  # how the files end that are written here; others in the folder are left alone
+_OURS = ".tfdist"  # suffix of the files that tfdist writes; other files in the folder are not changed
 _FLUSH_SECONDS = 10.0
-# TensorBoard's plugins for what is written, and their class of data.
+# TensorBoard's plugins for scalars and histograms, and their class of data.
 _SCALAR, _HISTOGRAM = (
     tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": name}, data_class=data_class)
     for name, data_class in (("scalars", 1), ("histograms", 2))
 )
 _FLOAT = tf.float32.as_datatype_enum
 _numbers = itertools.count()
-# What TensorBoard shows as the description of a curve, with its unit, by the tag or what it begins with.
+# The description of a curve in TensorBoard, with its unit, by the tag or by its prefix, which ends with "/".
 _DESCRIPTIONS = {
     "perf/examples_per_second": "Speed of the training over all replicas, in examples per second.",
     "perf/step_ms": "Median time of a training step, in milliseconds.",
     "perf/input_wait_ms": "Mean time that a step waited for its batch, in milliseconds.",
-    "comm/bytes_per_step": "Bytes per step that this rank sends over the network, measured; not those in shared memory.",
-    "comm/gradient_bytes_per_step": "Bytes per step of the gradients that this rank sends, by network or memory, as predicted.",
+    "comm/bytes_per_step": "Bytes per step that this rank sends over the network, measured; without bytes in shared memory.",
+    "comm/gradient_bytes_per_step": "Predicted bytes per step of the gradients that this rank sends, over the network or through shared memory.",
     "comm/compression_ratio": "Bytes of the gradients divided by the bytes that the compressor sends.",
-    "comm/residual_norm": "L2 norm of the errors that compression feeds back, in units of the gradient.",
-    "ps/steps_in_flight": "Mean number of steps that are scheduled and not done.",
-    "ps/staleness": "Mean number of steps that ended while one ran.",
+    "comm/residual_norm": "L2 norm of the residuals of compression (error feedback), in units of the gradient.",
+    "ps/steps_in_flight": "Mean number of steps that are scheduled and not completed.",
+    "ps/staleness": "Mean number of other steps that ended during a step.",
     "faults/restarts": "Number of restarts so far.",
     "faults/lost_steps": "Number of steps that restarts have repeated so far.",
     "goodput/productive": "Share of training steps in the wall time so far, from 0 to 1.",
-    "goodput_seconds/": "Seconds of the wall time so far that went into this part.",
+    "goodput_seconds/": "Seconds of the wall time so far that belong to this part.",
     "system/rss_bytes": "Resident memory of this process, in bytes.",
     "system/cpu_percent": "Processor time of this process, in percent: 100 is one core.",
     "train/gradient_norm": "L2 norm of the last update's gradient.",
-    "train/skipped_updates": "Number of updates that were left out so far.",
+    "train/skipped_updates": "Number of updates that were skipped so far.",
 }
 
 
@@ -51,10 +51,10 @@ def description(tag: str) -> str:
 
 
 class Run:
-    """Writes summaries to one folder, of which it is the only writer. Its file is made by the first of them.
+    """Writer of summaries to one folder; no other object may write there. The first summary creates the file.
 
-    A file may be cut, and another one begun, while TensorBoard reads: it reads the files that it has not read yet, and
-    a step that is written again replaces its curves from there on.
+    A file may be truncated, and another one started, while TensorBoard reads: TensorBoard reads files that it has not read yet, and
+    a step that is written again replaces the curves from that step on.
 
     Args:
         folder: A path for `tf.io.gfile`.
@@ -67,7 +67,7 @@ class Run:
         self._described: set[str] = set()  # tags in the current file
 
     def start(self) -> None:
-        """Makes the file, unless there is one: TensorBoard colors runs in the order in which their files were made.
+        """Creates the file if it does not exist: TensorBoard assigns colors to runs in the order of their files.
 
         Raises:
             tf.errors.OpError: The file cannot be written.
@@ -77,7 +77,7 @@ class Run:
 
     def _open(self, now: float) -> None:
         tf.io.gfile.makedirs(self._folder)
-        # TensorBoard reads files by the order of their names.
+        # TensorBoard reads files in the order of their names.
         name = f"events.out.tfevents.{now:.6f}.{socket.gethostname()}.{os.getpid()}.{next(_numbers)}{_OURS}"
         self._writer = tf.io.TFRecordWriter(os.path.join(self._folder, name))
         self._add(tf.compat.v1.Event(wall_time=now, file_version="brain.Event:2"))
@@ -86,7 +86,7 @@ class Run:
         """Writes a value for each tag: a number, or a histogram `[buckets, 3]` of left and right edges and counts.
 
         Args:
-            values: By tag.
+            values: The values by tag.
             step: The step.
             at: The time, in seconds since the epoch; None means now.
 
@@ -97,10 +97,10 @@ class Run:
         for tag, value in values.items():
             if isinstance(value, np.ndarray):
                 summary.value.add(tag=tag, metadata=_HISTOGRAM, tensor=tf.make_tensor_proto(value, tf.float64))
-            else:  # as make_tensor_proto does in ten times the time
+            else:  # the same as make_tensor_proto, which takes ten times as long
                 tensor = {"dtype": _FLOAT, "float_val": [value], "tensor_shape": {}}
                 added = summary.value.add(tag=tag, metadata=_SCALAR, tensor=tensor)
-                if tag not in self._described:  # TensorBoard takes the first description of a tag
+                if tag not in self._described:  # TensorBoard uses the first description of a tag
                     self._described.add(tag)
                     added.metadata.summary_description = description(tag)
         if values:
@@ -130,19 +130,19 @@ class Run:
             self._writer.flush()
 
     def close(self) -> None:
-        """Ends the file; later values go to another one."""
+        """Closes the file; later values go to a new file."""
         writer, self._writer = self._writer, None
         self._described.clear()
         if writer:
             writer.close()
 
     def sizes(self) -> dict[str, int]:
-        """Returns the bytes of each file, by its name, once all that was written is in it."""
+        """Flushes the files, and returns their sizes in bytes by name."""
         self.flush()
         return {name: tf.io.gfile.stat(self._path(name)).length for name in self._names()}
 
     def cut(self, sizes: Mapping[str, int]) -> None:
-        """Removes everything that a process which has ended wrote since `sizes` were taken."""
+        """Truncates the files to `sizes`, and removes newer files: an ended process wrote this content after the backup."""
         self.close()
         for name in self._names():
             path = self._path(name)
@@ -150,10 +150,10 @@ class Run:
                 tf.io.gfile.remove(path)
             elif tf.io.gfile.stat(path).length > sizes[name]:
                 with tf.io.gfile.GFile(path, "rb") as file:
-                    kept = file.read(sizes[name])
-                # In one go, as TensorBoard may be reading.
+                    content = file.read(sizes[name])
+                # Replace the file atomically, because TensorBoard may be reading it.
                 with tf.io.gfile.GFile(self._path(f"cut-{os.getpid()}"), "wb") as file:
-                    file.write(kept)
+                    file.write(content)
                 tf.io.gfile.rename(self._path(f"cut-{os.getpid()}"), path, overwrite=True)
 
     def set_aside(self) -> None:

@@ -1,4 +1,4 @@
-"""The callback `Goodput`: the share of a run's wall time that went into training steps, and where the rest went."""
+"""The callback `Goodput`: the wall time of a run by part, and the share of training steps in it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from tfdist.runtime import goodput, progress
 
 
 class Goodput(keras.callbacks.Callback):
-    """Counts the wall time of a run by part, over its restarts; give it to `fit` of the whole run.
+    """Callback that counts the wall time of a run by part, across restarts; pass it to `fit` of the complete run.
 
-    Each moment since the process began belongs to one part: `steps` (the training's steps, with the exchange of gradients
-    and the callbacks between two), `input_wait` (steps that wait for their batch; not with parameter servers, whose workers go on
-    meanwhile), `startup` (until the first step: imports, the cluster, the model, the backup that is
-    restored), `compilation` (the first execution of the training's and of the validation's function), `validation`, `saving`
-    (backups, as far as steps wait for them, and the model's file) and `other` (between epochs, and after the training). With
-    a file, a run that was interrupted goes on: the steps that were trained after the last backup become `repeated_steps`, and the
-    time from a task's end to its next process's begin `restarts`, if a supervisor has restarted it; a run that was started again
-    later by hand counts without the time between.
+    Each moment since the start of the process belongs to one part: `steps` (the training's steps, with the exchange of gradients
+    and the callbacks between two steps), `input_wait` (steps that wait for their batch; not with parameter servers, whose workers
+    continue meanwhile), `startup` (until the first step: imports, the cluster, the model, restoring the
+    backup), `compilation` (the first execution of the training's and of the validation's function), `validation`, `saving`
+    (the model's file, and backups while steps wait for them) and `other` (between epochs, and after the training).
 
-    The parts are ml-goodput-measurement's, as far as they can be told apart here.
+    With a file, an interrupted run continues its count. The steps trained after the last backup become `repeated_steps`. If a
+    supervisor has restarted the task, the time from its end to its next process becomes `restarts`; if the user has run the
+    command again, the time between does not count.
+
+    The parts are those of ml-goodput-measurement that tfdist can distinguish.
 
     Args:
-        path: A local file in which the parts outlive this process; on one task alone. None keeps none.
+        path: A local file that stores the parts beyond this process; for one task only. None stores nothing.
 
     Examples:
         >>> from tfdist.monitoring import Goodput
@@ -63,7 +64,7 @@ class Goodput(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         self._compiled.add("train")
         waited = getattr(self.model.train_function, "input_seconds", 0.0)
-        if waited >= self._waited:  # else it is another function
+        if waited >= self._waited:  # otherwise Keras has created a new training function
             self._ledger.move(waited - self._waited, "input_wait")
         self._waited = waited
         self._ledger.switch("steps")
@@ -87,12 +88,12 @@ class Goodput(keras.callbacks.Callback):
         self._ledger.switch(part if function in self._compiled else "compilation")
 
     def _go_on(self) -> None:
-        """At the first epoch of this process: counts on from the process before it, if this one continues from there."""
+        """Continues the previous process's count at the first epoch, if this process continues its training."""
         if self._path is None:
             return
         path, self._path = self._path, None
         before, restarted = self._before, progress.restarts() > 0
-        if restarted and (before is None or before.until < progress.launched()):  # no process has come so far yet
+        if restarted and (before is None or before.until < progress.launched()):  # no process has written a record yet
             before = goodput.Record(progress.launched(), dict.fromkeys(goodput.PARTS, 0.0))
         if before is not None and (restarted or self._saved_steps is not None):
             self._ledger.go_on(before, self._saved_steps or 0.0, gap=restarted)
@@ -107,7 +108,7 @@ class Goodput(keras.callbacks.Callback):
 
     def report(self) -> dict[str, Any]:
         """Returns `wall_seconds`, `productive` (the share of `steps` in it) and `seconds` by part."""
-        self._go_on()  # where a backup held the whole training
+        self._go_on()  # needed if the backup contained the complete training, so that no epoch began
         seconds = self._ledger.now()
         wall = sum(seconds.values())
         return {

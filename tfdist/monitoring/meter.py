@@ -1,4 +1,4 @@
-"""The meters of `TensorBoard`: each measures a few tags of a training between two writes."""
+"""The meters of `TensorBoard`. A meter measures a few tags of a training between two writes."""
 
 from __future__ import annotations
 
@@ -23,13 +23,13 @@ _RESIDUAL = "residual"  # the state of `ErrorFeedback`
 
 
 class Meter(abc.ABC):
-    """Measures a training for `TensorBoard`, which calls these methods on every task. None of them may be a collective."""
+    """Interface of a measurement for `TensorBoard`, which calls the methods on every task. The methods must not be collectives."""
 
     model: keras.Model
     is_chief: bool
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
-        """Begins with a model, before its first step is traced.
+        """Starts the measurement of a model, before its first step is traced.
 
         Args:
             model: The model.
@@ -37,19 +37,19 @@ class Meter(abc.ABC):
         """
         self.model, self.is_chief = model, is_chief
 
-    def on_epoch_begin(self) -> None:  # noqa: B027 (not all need it)
-        """Begins an epoch."""
+    def on_epoch_begin(self) -> None:  # noqa: B027 (not all meters need it)
+        """Called at the begin of each epoch."""
 
     def on_step(self, step: int) -> None:  # noqa: B027
-        """Is called after each execution, with the number of the training's last step. Reads no tensors."""
+        """Called after each execution, with the number of the training's last step. It must not read tensors."""
 
     @abc.abstractmethod
     def read(self) -> dict[str, float | None]:
-        """Returns a value for each tag, measured since the last call; None for one that cannot be measured."""
+        """Returns a value for each tag, measured since the last call; None if it cannot be measured."""
 
 
 class SystemMeter(Meter):
-    """Measures this process's resident memory, and its processor time since the last write: 100 is one core in full use."""
+    """Meter of this process's resident memory, and of its processor time since the last write: 100 is one fully used core."""
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
@@ -64,21 +64,21 @@ class SystemMeter(Meter):
 
     @staticmethod
     def _times() -> tuple[float, float]:
-        """Processor and wall time, in seconds: psutil counts ticks of 10 ms, too coarse for writes each few ms."""
+        """Returns processor and wall time in seconds. psutil's ticks of 10 ms are too coarse for writes every few ms."""
         return time.process_time(), time.perf_counter()
 
 
 class FaultMeter(Meter):
-    """Reads how often the run was restarted and how many steps it repeated.
+    """Meter of the run's restarts and repeated steps.
 
-    The supervisor counts both; without one there are no values. Only the chief knows the repeated steps.
+    The supervisor counts both; without a supervisor there are no values. Only the chief knows the repeated steps.
     """
 
     _is_settled = False
     _lost: int | None = None
 
     def on_step(self, step: int) -> None:
-        # Not earlier: of two trainings in one program the first one may have no step left, as it was at its end.
+        # Only after a step: of two trainings in one program, the first may already be complete and run no steps.
         if self.is_chief and not self._is_settled:
             self._is_settled, self._lost = True, progress.settle_lost_steps()
 
@@ -88,7 +88,7 @@ class FaultMeter(Meter):
 
 
 class GoodputMeter(Meter):
-    """Reads where the wall time has gone, as the callback `Goodput` counts it on the chief; without that callback, nothing."""
+    """Meter of the wall time by part, which the callback `Goodput` counts on the chief; without that callback there are no values."""
 
     def read(self) -> dict[str, float | None]:
         ledger = goodput.current()
@@ -100,13 +100,13 @@ class GoodputMeter(Meter):
 
 
 class WireMeter(Meter):
-    """Measures the bytes that a rank sends for a step, where ranks are in several processes; see `WireBytes`."""
+    """Meter of the bytes that a rank sends per step, if ranks are in several processes; see `WireBytes`."""
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
         ours = as_ours(model.distribute_strategy)
         self._wire = WireBytes(*ours.cluster_task) if ours and ours.cluster_task else None
-        self._planned: dict[bool, int | None] = {}  # of steps with compression, and without
+        self._planned: dict[bool, int | None] = {}  # by whether the step is compressed
 
     def on_epoch_begin(self) -> None:
         if self._wire:
@@ -135,10 +135,9 @@ class WireMeter(Meter):
 
 
 class CompressionMeter(Meter):
-    """Reads the compression ratio of the gradients, and the norm of the residual.
+    """Meter of the gradients' compression ratio, and of the residual's norm.
 
-    The norm is that of the residuals that this process feeds back, over all its replicas. Without a compressor there are no
-    values.
+    The norm is over the residuals of all replicas of this process. Without a compressor there are no values.
     """
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
@@ -148,7 +147,7 @@ class CompressionMeter(Meter):
         self._is_planned = False
 
     def read(self) -> dict[str, float | None]:
-        if self._optimizers is None:  # the search takes a millisecond and more
+        if self._optimizers is None:  # search once, because it takes a millisecond or more
             self._optimizers = optimizer_search.optimizers(self.model)
         reducing = [(o, r) for o in self._optimizers if (r := get_reduction(o))]
         if not reducing:
@@ -174,15 +173,15 @@ class CompressionMeter(Meter):
             for specs, states in zip(reduction.slots, reduction.states, strict=True)
             for spec, state in zip(specs, states, strict=True)
             if spec.name == _RESIDUAL
-            for component in local(state)  # to read the variable itself would be a collective
+            for component in local(state)  # reading the distributed variable would be a collective
         ]
         return float(tf.linalg.global_norm(residuals)) if residuals else None
 
 
 class ExecutionMeter(Meter):
-    """Reads how long steps waited for their batch and, with parameter servers, how far workers' steps overlapped.
+    """Meter of the time that steps waited for their batch and, with parameter servers, of the overlap of workers' steps.
 
-    The model's training function measures both; a custom one measures nothing.
+    The model's training function measures both; with a custom training function there are no values.
     """
 
     def read(self) -> dict[str, float | None]:
@@ -191,24 +190,26 @@ class ExecutionMeter(Meter):
 
 
 class SkipMeter(Meter):
-    """Reads how many updates `nan_policy` has skipped because a gradient was not finite. All replicas skip the same."""
+    """Meter of the updates that `nan_policy` has skipped because a gradient was not finite. All replicas skip the same updates."""
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
-        self._numbers: list[tf.Variable] | None = None  # found at the first write: to look for optimizers takes long
+        self._numbers: list[tf.Variable] | None = (
+            None  # set at the first write, because the search for optimizers is slow
+        )
 
     def read(self) -> dict[str, float | None]:
         if self._numbers is None:
             self._numbers = skipped_updates(self.model) if self.is_chief else []
-        skipped = sum(float(each.numpy()) for each in self._numbers) if self._numbers else None
+        skipped = sum(float(number.numpy()) for number in self._numbers) if self._numbers else None
         return {"train/skipped_updates": skipped}
 
 
 class GradientNorm(Meter):
-    """Reads the L2 norm of the last update's gradient: reduced over all replicas, accumulated, unscaled, and not clipped yet.
+    """Meter of the L2 norm of the last update's gradient: reduced over all replicas, accumulated, unscaled, and before clipping.
 
-    Each replica computes it in its step, on the same gradient. Not with parameter servers, where no replica has that of all, nor
-    under a strategy that is not tfdist's, where Keras clips before it reduces.
+    Each replica computes the norm in its step, on the same gradient. There are no values with parameter servers, where no replica has the
+    reduced gradient. Nor are there values with several replicas under a strategy of TensorFlow, where Keras clips before it reduces.
     """
 
     _norm: tf.Variable | None = None
@@ -226,7 +227,7 @@ class GradientNorm(Meter):
             keras_internals.replace_clip(optimizer, clip)
             if ours:
                 ours.gauges = [*ours.gauges, clip.norm]
-            model.train_function = None  # to be traced anew; on all workers
+            model.train_function = None  # so that Keras traces it again; on all workers
         self._norm = clip.norm
 
     def read(self) -> dict[str, float | None]:
@@ -234,7 +235,7 @@ class GradientNorm(Meter):
 
 
 class _NormThenClip:
-    """The method of an optimizer that clips gradients; keeps their norm in a variable."""
+    """Replacement of an optimizer's clipping method that also assigns the gradients' norm to a variable."""
 
     def __init__(self, clip: Callable[[Any], Any]):
         self._clip = clip

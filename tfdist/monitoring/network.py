@@ -15,21 +15,21 @@ from tfdist.cluster.spec import split_address
 _COUNTERS = "/proc/net/dev"
 _LOOPBACK = "lo"
 _SENT = 8  # the column
-# To read the counters takes up to 0.1 ms: after the first steps, only each so many are read.
+# Reading the counters takes up to 0.1 ms: after the first _FIRST reads, they are read every _EVERY steps.
 _FIRST, _EVERY = 16, 10
 
 
 class WireBytes(keras.callbacks.Callback):
-    """Measures the bytes that a rank sends for a training step, by the counters of this host's network interfaces (Linux).
+    """Callback that measures the bytes a rank sends per training step, from the counters of this host's network interfaces (Linux).
 
-    They count all programs of the host, so a busy network shows here. Of several ranks on this host each is given the
-    same part.
+    The counters include all programs of the host, so other traffic adds to the result. Several ranks on a host get equal
+    shares.
 
     Args:
         cluster: The cluster.
         task: This process's task.
         read: Returns the bytes sent by each interface.
-        begins: Updates before compression begins, whose steps are counted apart.
+        begins: Number of updates before compression starts; their steps are counted separately.
 
     Examples:
         >>> from tfdist.cluster import TaskSpec, local_cluster
@@ -52,14 +52,14 @@ class WireBytes(keras.callbacks.Callback):
         host, _ = split_address(cluster.address(task))
         self._here = hosts.count(host)
         self._local = self._here == len(hosts)
-        # Some of the peers' bytes pass the loopback, and some do not: no telling whose they are.
+        # With some peers on this host and others on other hosts, the counters cannot separate a rank's bytes.
         self._tells = len(hosts) > 1 and self._here in (1, len(hosts))
-        self._last: tuple[int, int] | None = None  # the step after which the counters were read, and what they said
+        self._last: tuple[int, int] | None = None  # the step after which the counters were read, and their sum
         self._step = 0
         self._begins = begins
         self._has_begun = begins == 0
-        self._reads = 0  # since then
-        # Of steps before compression, and with it.
+        self._reads = 0  # number of reads since compression has started
+        # Index 0: steps before compression; index 1: steps with it.
         self._bytes, self._steps = [0, 0], [0, 0]
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
@@ -71,32 +71,32 @@ class WireBytes(keras.callbacks.Callback):
             self._count(batch)
 
     def _count(self, step: int) -> None:
-        counted = self._read()
-        now = sum(sent for name, sent in counted.items() if (name == _LOOPBACK) == self._local)
-        before = self._has_begun
-        if not before:
+        counters = self._read()
+        now = sum(sent for name, sent in counters.items() if (name == _LOOPBACK) == self._local)
+        phase = self._has_begun
+        if not phase:
             updates = int(self.model.optimizer.iterations.numpy())
             self._has_begun = updates >= self._begins
-            if updates > self._begins:  # an execution of several steps has some of both kinds
+            if updates > self._begins:  # an execution of several steps may contain both kinds of steps
                 self._last = None
         if self._last is not None:
-            self._bytes[before] += now - self._last[1]
-            self._steps[before] += step - self._last[0]
+            self._bytes[phase] += now - self._last[1]
+            self._steps[phase] += step - self._last[0]
         self._last = step, now
         self._reads += self._has_begun
 
     @property
     def per_step(self) -> int | None:
-        """Bytes sent by a rank for a step, compressed if there is a compressor; None where that cannot be told."""
+        """Bytes that a rank sends per step, compressed if there is a compressor; None if unknown."""
         return self._mean(1)
 
     @property
     def per_step_before(self) -> int | None:
-        """Bytes sent by a rank for a step before compression has begun; None where that cannot be told."""
+        """Bytes that a rank sends per step before compression starts; None if unknown."""
         return self._mean(0)
 
     def take(self) -> int | None:
-        """Returns the bytes of a step, compressed or not, since the last call; None where that cannot be told."""
+        """Returns the mean bytes per step since the last call, compressed or not; None if unknown."""
         if self._last is not None and self._last[0] < self._step:
             self._count(self._step)
         sent, steps = sum(self._bytes), sum(self._steps)
@@ -111,7 +111,7 @@ class WireBytes(keras.callbacks.Callback):
 
 
 def read_sent_bytes() -> dict[str, int]:
-    """Returns the bytes that each network interface has sent; nothing where the system does not tell."""
+    """Returns the bytes that each network interface has sent; empty if the system has no counters."""
     if (counters := _counters()) is None:
         return {}
     lines = (line.partition(b":") for line in os.pread(counters, 1 << 20, 0).splitlines()[2:])
@@ -120,7 +120,7 @@ def read_sent_bytes() -> dict[str, int]:
 
 @functools.cache
 def _counters() -> int | None:
-    """Returns the file of the counters, which stays open: to open it takes longer than to read it."""
+    """Returns the descriptor of the counters' file, which stays open because opening takes longer than reading."""
     try:
         return os.open(_COUNTERS, os.O_RDONLY)
     except OSError:

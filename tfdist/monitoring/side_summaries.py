@@ -23,7 +23,7 @@ _CHARTS_LINK = (
     "The page [Custom Scalars](#custom_scalars) has the charts of this run: is it learning, how fast is it, who is slow, "
     "what did the network cost."
 )
-# Titles of charts, and the tags that each shows, of all runs.
+# Chart title to a regular expression of the tags that it shows, for all runs.
 _CHARTS = {
     "Is it learning? (loss)": r"^(batch_(\w+_)?loss|evaluation_(\w+_)?loss_vs_iterations)$",  # both by step, unlike `epoch_*`
     "How fast is it? (examples per second)": "^perf/examples_per_second$",
@@ -38,7 +38,7 @@ _HISTOGRAM_BUCKETS = 30  # as TensorBoard's own
 
 
 def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
-    """Returns the text `charts`, which leads to the page of charts, and `cluster`, `strategy` and `versions`, tables in Markdown.
+    """Returns four Markdown texts: `charts`, which links to the page of charts, and the tables `cluster`, `strategy` and `versions`.
 
     Args:
         strategy: The strategy of the training.
@@ -52,12 +52,12 @@ def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
         "strategy": _table(("strategy", "replicas"), [(_kind(strategy), str(strategy.num_replicas_in_sync))]),
         "versions": _table(("package", "version"), versions().items()),
     }
-    made = tf.compat.v1.Summary()
+    summary = tf.compat.v1.Summary()
     for tag, text in texts.items():
         metadata = tf.compat.v1.SummaryMetadata(data_class=2)  # a tensor
         metadata.plugin_data.plugin_name = "text"
-        made.value.add(tag=tag, metadata=metadata, tensor=tf.make_tensor_proto(text))
-    return made
+        summary.value.add(tag=tag, metadata=metadata, tensor=tf.make_tensor_proto(text))
+    return summary
 
 
 def _kind(strategy: tf.distribute.Strategy) -> str:
@@ -70,7 +70,7 @@ def _table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:
 
 
 def versions() -> dict[str, str]:
-    """Returns the versions on which results depend."""
+    """Returns the versions of the packages on which results depend."""
     return {
         "tfdist": __version__,
         "tensorflow": tf.__version__,
@@ -84,7 +84,7 @@ def charts_layout(by_step: bool, compresses: bool) -> tf.compat.v1.Summary:
     """Returns the layout of the first page of the tab "Custom Scalars".
 
     Args:
-        by_step: Whether the training's loss is written by step, besides by epoch.
+        by_step: Whether the training's loss is written by step as well as by epoch.
         compresses: Whether gradients are compressed.
     """
     charts = _CHARTS if by_step else _CHARTS | {"Is it learning? (loss)": _LOSS_BY_EPOCH}
@@ -98,15 +98,15 @@ def charts_layout(by_step: bool, compresses: bool) -> tf.compat.v1.Summary:
 def hparams_start(
     hparams: Mapping[str, Any], strategy: tf.distribute.Strategy, batch_size: int | None, learning_rate: float | None
 ) -> tf.compat.v1.Summary:
-    """Returns the summary by which the tab "HParams" lists a training, with its hyperparameters.
+    """Returns the summary that lists a training with its hyperparameters in the tab "HParams".
 
-    The tab sorts them by name, capitals first: those that are chosen first have a capital.
+    The tab sorts hyperparameters by name, capitals first, so the most important names begin with a capital.
 
     Args:
-        hparams: Names to values. A group within them becomes `group.name`.
+        hparams: Names to values. A nested group becomes `group.name`.
         strategy: The strategy of the training.
         batch_size: Examples per step, or None if unknown.
-        learning_rate: That of the first step, or None without an optimizer.
+        learning_rate: The learning rate of the first step, or None without an optimizer.
     """
     first = {
         "Batch size": batch_size,
@@ -123,7 +123,7 @@ def _flatten_hparams(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str
         value = value.item() if isinstance(value, np.generic) else value
         if isinstance(value, Mapping):
             yield from _flatten_hparams(value, f"{path}{name}.")
-        # TensorBoard answers in JSON, which has no infinite numbers.
+        # TensorBoard sends JSON, which has no infinite numbers.
         elif isinstance(value, (bool, str)) or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max):
             yield f"{path}{name}", value
         else:
@@ -136,10 +136,10 @@ def hparams_end() -> tf.compat.v1.Summary:
 
 
 def weight_histograms(model: keras.Model) -> dict[str, np.ndarray]:
-    """Returns a `[buckets, 3]` array, left and right edge and count, for each weight, by the tags of Keras' TensorBoard.
+    """Returns a `[buckets, 3]` array (left edge, right edge, count) for each weight, with the tags of Keras' TensorBoard.
 
-    A weight of which each replica has its own value, such as a moving statistic, counts by this process's first value. Numbers
-    that are not finite are left out.
+    If replicas have different values of a weight, such as a moving statistic, this process's first value is used. Values that
+    are not finite are skipped.
     """
     local = model.distribute_strategy.experimental_local_results
     weights = {weight.path: local(weight.value)[0].numpy() for layer in model.layers for weight in layer.weights}
@@ -147,10 +147,10 @@ def weight_histograms(model: keras.Model) -> dict[str, np.ndarray]:
 
 
 def histogram(values: np.ndarray) -> np.ndarray:
-    """Returns the histogram of some numbers: `[buckets, 3]`, left and right edge and count."""
+    """Returns the histogram of an array: `[buckets, 3]`, with left edge, right edge and count."""
     values = np.asarray(values, np.float64)
     values = values[np.isfinite(values)]
-    if not values.size or values.min() == values.max():  # one bucket has all, as TensorBoard's own
+    if not values.size or values.min() == values.max():  # one bucket has all values, as in TensorBoard's own histograms
         edge = values[0] if values.size else 0.0
         return np.array([[edge, edge, 0]] * (_HISTOGRAM_BUCKETS - 1) + [[edge, edge, values.size]])
     counts, edges = np.histogram(values, _HISTOGRAM_BUCKETS)

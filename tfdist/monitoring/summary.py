@@ -39,11 +39,11 @@ def summarize(
         cluster: The cluster, or None without one.
         replicas: The number of replicas.
         history: The result of `fit`.
-        throughput: The callback that has counted the steps.
+        throughput: The callback that counted the steps.
         wire_bytes: The bytes per step, from `wire_bytes_per_step`.
         server_report: Counters of parameter servers.
         started: The `time.perf_counter()` of the start.
-        goodput: Where the wall time of the whole run went, from `Goodput.report`.
+        goodput: The wall time of the run by part, from `Goodput.report`.
         transport: The transport between workers and its reason; None without several workers.
     """
     return {
@@ -73,7 +73,7 @@ def summarize(
 def wire_bytes_per_step(
     model: keras.Model, compressor: Compressor | None, replicas: int, wire: WireBytes | None
 ) -> dict[str, Any]:
-    """Returns the bytes that a rank sends in a step, `predicted` and `measured`; None where unknown.
+    """Returns the bytes that a rank sends in a step, `predicted` and `measured`; None if unknown.
 
     If compression starts later in the training, `before_compression` has the bytes of the steps before.
 
@@ -81,7 +81,7 @@ def wire_bytes_per_step(
         model: The model.
         compressor: The compressor of its gradients, or None.
         replicas: The number of ranks.
-        wire: The callback that has counted the bytes, or None where ranks do not exchange gradients.
+        wire: The callback that counted the bytes, or None if ranks do not exchange gradients.
     """
     if wire is None:
         return {"predicted": None, "measured": None}
@@ -104,14 +104,14 @@ def finite_or_none(value: Any) -> Any:
 
 
 def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
-    """Writes a JSON file under another name and then renames it, so that no reader finds half a file.
+    """Writes a JSON file under another name and then renames it, so that readers never see an incomplete file.
 
     Args:
-        path: The file; its folder is made.
+        path: The file; its folder is created.
         value: The value to write. Types that JSON does not have are written as strings.
 
     Raises:
-        WriteError: It cannot be written.
+        WriteError: The file cannot be written.
     """
     text = json.dumps(value, indent=2, default=str) + "\n"  # a task's options may be anything
     try:

@@ -1,4 +1,4 @@
-"""The callback `TensorBoard`: its curves continue after a resume as if the training had not been interrupted."""
+"""The callback `TensorBoard`: after a resume its curves continue as if the training had not been interrupted."""
 
 from __future__ import annotations
 
@@ -36,32 +36,32 @@ _Result = TypeVar("_Result")
 
 
 class TensorBoard(keras.callbacks.Callback):
-    """Writes a training's scalars for TensorBoard; give it to `fit` on every worker.
+    """Callback that writes a training's scalars for TensorBoard; pass it to `fit` on every worker.
 
     The chief writes two runs under the tags of `keras.callbacks.TensorBoard`. `train` has `epoch_*` and
     `epoch_learning_rate` by epoch, and by step `batch_*`, `batch_learning_rate`, `perf/examples_per_second` and
-    `perf/step_ms` (the median since the last one; the first execution of each process, which compiles, is left out).
+    `perf/step_ms` (the median since the last value, without the first execution of each process, which compiles).
     `validation` has `epoch_*`, and `evaluation_*_vs_iterations` by the optimizer's iterations. Each other worker writes
-    `perf/*` to a run named after its task, such as `worker-1`. Every task also writes by step the values that it can measure of `comm/*`,
-    `ps/*`, `faults/*` and `system/*`; the table in docs/configuration.md has each tag's meaning, and when it is absent.
+    `perf/*` to a run named after its task, such as `worker-1`. Every task also writes by step the tags of `comm/*`,
+    `ps/*`, `faults/*` and `system/*` that it can measure; the table in docs/configuration.md explains each tag, and when it is absent.
 
-    Beside the curves, `train` has texts (cluster, strategy, versions), and a first page for the tab "Custom Scalars". With
-    `hparams`, a run of that name has them for the tab "HParams", and `final/*`, the last epoch's logs.
+    Besides curves, `train` has texts (cluster, strategy, versions), and a first page for the tab "Custom Scalars". With
+    `hparams`, the run `hparams` has the hyperparameters for the tab "HParams", and `final/*`, the last epoch's logs.
 
-    A training that is resumed from a `BackupAndRestore` continues the same curves: values written after the backup are
-    removed. One that begins with epoch 0 sets the curves aside that an earlier one left in `log_dir`: TensorBoard no longer
-    shows them. A folder that cannot be written to costs one warning and the curves, not the training.
+    A training that resumes from a `BackupAndRestore` continues the same curves: values written after the backup are
+    removed. A training that begins with epoch 0 renames the files of an earlier training in `log_dir`, so that TensorBoard no longer
+    shows them. If the folder cannot be written, the callback warns once and writes no more curves; the training continues.
 
     Args:
-        log_dir: The folder, a path for `tf.io.gfile`; of this training alone, and the same on all workers.
-        update_freq: A number of steps: after each so many the values by step are written; "batch" means 1, and "epoch" that none are.
-        global_batch_size: Examples per step over all replicas. None means the batch size of a Trainer's `fit`
-            of its data; where it is unknown, `perf/examples_per_second` is not written.
-        hparams: Hyperparameters, names to values; a group of them is a nested dict.
-        profile_steps: The steps to profile on each worker, first and last as "20:25", or one; those of the whole training, which
-            go on after a resume. The profile is in `plugins/profile` of the worker's run.
-        gradient_norm: Whether to write `train/gradient_norm` by step. Each step then computes it.
-        histogram_freq: A number of epochs: after each so many the chief writes histograms of the weights. 0 means never.
+        log_dir: The folder, a path for `tf.io.gfile`; only for this training, and the same on all workers.
+        update_freq: Number of steps between two writes of the values by step; "batch" means 1, and "epoch" means no values by step.
+        global_batch_size: Examples per step over all replicas. None means the batch size of the data of `Trainer.fit`;
+            if it is unknown, `perf/examples_per_second` is not written.
+        hparams: Hyperparameters, names to values; a group is a nested dict.
+        profile_steps: The steps to profile on each worker: first and last as "20:25", or one step. Steps are counted over the complete
+            training, also after a resume. The profile is in `plugins/profile` of the worker's run.
+        gradient_norm: Whether to write `train/gradient_norm` by step. Each step then computes the norm.
+        histogram_freq: Number of epochs between two histograms of the weights, which the chief writes. 0 means never.
 
     Attributes:
         log_dir: The folder.
@@ -74,7 +74,7 @@ class TensorBoard(keras.callbacks.Callback):
         >>> callback = TensorBoard(tempfile.mkdtemp(), hparams={"units": 8})  # fit(..., callbacks=[callback])
     """
 
-    only_observes = True  # so that ranks need not agree after each step
+    only_observes = True  # changes no training state, so ranks need not agree after each step
 
     def __init__(
         self,
@@ -115,17 +115,17 @@ class TensorBoard(keras.callbacks.Callback):
         ]
         self._throughput = Throughput(0)
         self._runs: dict[str, Run] = {}
-        self._executions = 0  # of this process, of this training
-        self._is_listed = False  # in the tab "HParams"
-        self._first_rate: Any = None  # of learning
+        self._executions = 0  # of this training in this process
+        self._is_listed = False  # whether the tab "HParams" lists this training
+        self._first_rate: Any = None  # the learning rate of the first step
         self._local_run = ""  # the run with the measurements of this task
         self._is_chief = True
-        self._goes_on = False  # the runs are this training's
+        self._goes_on = False  # whether the files in the runs belong to this training
         self._works = True
-        self._sizes: dict[str, dict[str, int]] = {}  # to which files are to be cut
+        self._sizes: dict[str, dict[str, int]] = {}  # sizes to which the files are truncated before the next write
 
     def set_model(self, model: keras.Model) -> None:
-        """Finds out which task this process is."""
+        """Sets the model, and creates the runs of this process's task."""
         super().set_model(model)
         self._strategy = getattr(model, "distribute_strategy", None) or tf.distribute.get_strategy()
         resolver = getattr(self._strategy, "cluster_resolver", None)
@@ -138,7 +138,7 @@ class TensorBoard(keras.callbacks.Callback):
             meter.begin(model, self._is_chief)
 
     def _try(self, action: Callable[..., _Result], *arguments: Any) -> _Result | None:
-        """Calls a function that writes files; after the first error it calls none."""
+        """Calls a function that writes files; does nothing after the first error."""
         if not self._works:
             return None
         try:
@@ -146,7 +146,7 @@ class TensorBoard(keras.callbacks.Callback):
         except (tf.errors.OpError, OSError) as e:
             self._works = False
             logger.warning(
-                f"TensorBoard: nothing more is written to {self.log_dir!r}, while the training goes on "
+                f"TensorBoard: nothing more is written to {self.log_dir!r}, while the training continues "
                 f"({getattr(e, 'message', None) or e}). Give it a log_dir with free space that this process may write to."
             )
             return None
@@ -161,10 +161,10 @@ class TensorBoard(keras.callbacks.Callback):
         return {"throughput": self._throughput.state_dict(), "sizes": sizes}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from `state_dict`; everything written since is removed before the next write."""
+        """Restores the state from `state_dict`; values written after it are removed before the next write."""
         self._throughput.load_state_dict(state["throughput"])
         self._goes_on = True
-        # Not yet: if this training was at its end, a later one of the program has written, and may continue from its own backup.
+        # Truncate later: if this training was complete, a later training of the program wrote the files, and may resume its own backup.
         self._sizes = state["sizes"] or {}
 
     def _cut(self) -> None:
@@ -183,20 +183,20 @@ class TensorBoard(keras.callbacks.Callback):
             meter.on_epoch_begin()
 
     def _begin(self, epoch: int) -> None:
-        """Begins a training that was not resumed."""
+        """Starts the curves of a training that was not resumed."""
         self._goes_on = True
         self._executions, self._is_listed, self._first_rate = 0, False, None
         if epoch == 0:
             self._throughput.steps = 0
             for run in self._runs.values():
                 self._try(run.set_aside)
-        elif not self._throughput.steps:  # of another process, say
+        elif not self._throughput.steps:  # for example, an earlier process trained the first epochs
             self._throughput.steps = self._iterations() or 0
         if self._is_chief and not self._try(self._runs["train"].sizes):
             self._describe()
 
     def _describe(self) -> None:
-        """Writes the texts and charts beside the curves, once: a backup holds the files' sizes with them."""
+        """Writes the texts and charts, once: the files' sizes in a backup include them."""
         compresses = any(get_compressor(optimizer) for optimizer in optimizer_search.optimizers(self.model))
         for summary in (
             side_summaries.environment_texts(self._strategy),
@@ -208,8 +208,8 @@ class TensorBoard(keras.callbacks.Callback):
     def _start_runs(self) -> None:
         """Starts the runs of the other workers after `train`, and `hparams` after them, once in each process.
 
-        TensorBoard gives its colors to runs in the order of their first events: the tasks get the first ones. A step ends
-        on all tasks before the next one ends on any.
+        TensorBoard assigns colors to runs in the order of their first events, so the tasks get the first colors. The order holds because
+        a step ends on all tasks before the next step ends on any task.
         """
         self._executions += 1
         if not self._is_chief and self._executions == 1:
@@ -218,7 +218,7 @@ class TensorBoard(keras.callbacks.Callback):
             self._list_hparams()
 
     def _list_hparams(self) -> None:
-        """Lists the training in the tab "HParams", unless it is there: a backup may be older than the list."""
+        """Lists the training in the tab "HParams", unless it is listed: a backup may be older than the list."""
         if self._is_listed or not self._is_chief or self._hparams is None:
             return
         self._is_listed = True
@@ -310,7 +310,7 @@ class TensorBoard(keras.callbacks.Callback):
 
 
 class StepProfiler:
-    """Runs TensorFlow's profiler during the executions that have a step of a range.
+    """Runner of TensorFlow's profiler during the executions that contain a step of a range.
 
     Args:
         steps: The first and the last step of the whole training, counted from 1; None means that nothing is profiled.
@@ -322,16 +322,16 @@ class StepProfiler:
 
     @property
     def is_off(self) -> bool:
-        """True if no step is left to profile."""
+        """True if no further step is to be profiled."""
         return self._last == 0
 
     def before_execution(self, folder: str, done: int, steps: int) -> None:
-        """Starts the profiler where the next execution has a step of the range.
+        """Starts the profiler if the next execution contains a step of the range.
 
         Args:
             folder: The folder of a run of TensorBoard.
-            done: The steps of the training before it.
-            steps: Its steps.
+            done: Number of the training's steps before the execution.
+            steps: Number of steps in the execution.
         """
         if not self._runs and done < self._last and done + steps >= self._first:
             try:
@@ -341,15 +341,15 @@ class StepProfiler:
                 self._give_up()
 
     def after_execution(self, done: int) -> None:
-        """Stops it after the last step of the range."""
+        """Stops the profiler after the last step of the range."""
         if done >= self._last:
             self.stop()
 
     def stop(self) -> None:
-        """Writes the profile, if one is being taken.
+        """Stops the profiler, if it runs, and writes the profile.
 
         Raises:
-            tf.errors.OpError: It cannot be written.
+            tf.errors.OpError: The profile cannot be written.
         """
         runs, self._runs = self._runs, False
         if runs:
@@ -366,6 +366,6 @@ class StepProfiler:
 
 
 def is_number(value: Any) -> bool:
-    """Returns whether a value of the logs is one number, which a curve can show."""
+    """Returns whether a value of the logs is a single number, which a curve can show."""
     array = np.asarray(value)
-    return array.ndim == 0 and array.dtype.kind not in "OSU"  # objects, such as None, and texts
+    return array.ndim == 0 and array.dtype.kind not in "OSU"  # O is objects, such as None; S and U are texts

@@ -12,7 +12,7 @@ from tfdist.aliases import Logs
 
 
 class Throughput(keras.callbacks.Callback):
-    """Measures examples per second and the times of training steps.
+    """Callback that measures examples per second and the times of training steps.
 
     Args:
         global_batch_size: Examples per step over all replicas.

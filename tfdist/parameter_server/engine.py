@@ -1,13 +1,13 @@
-"""The engine of parameter-server training: Keras' own loops run on the chief, their steps on the workers.
+"""The engine of parameter-server training: loops run on the chief, and their steps on the workers.
 
-Keras' loops call a function for each step. Here it schedules the step on any worker, several at once for each worker,
-and returns the logs of the steps that have completed so far; the most recent ones are still in flight. At the end of an
-epoch or an evaluation all have completed. A dataset is read by the chief, which sends each batch once; a function of an
-input context makes the data on the workers.
+The loops call a function for each execution. The function schedules the steps on any worker, several per worker at once,
+and returns the logs of the completed steps; the most recent steps are still in flight. At the end of an epoch or an evaluation
+all steps have completed. The chief reads a dataset and sends each batch once; a function of an input context runs on the
+workers, which create the data.
 
 Workers do not wait for each other: other workers' steps may have changed the weights since a gradient was computed,
-about as often as there are other workers. Adam's moments and weights take each update in one atomic addition, but the
-difference that is added comes from values which may have changed since, too.
+about as often as there are other workers. Each update adds to Adam's moments and weights in one atomic addition, but the
+added difference comes from values that may also have changed since.
 """
 
 from __future__ import annotations
@@ -37,12 +37,12 @@ from tfdist.parameter_server.worker_dataset import PipelinesIterator, WorkerData
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
 
-# Methods of a model that read what steps have counted.
+# Methods of a model that read metrics or weights, which scheduled steps still change.
 _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weights")
 
 
 class ParameterServerEngine(Engine):
-    """Trains, evaluates and predicts on a cluster's workers, which send gradients to the servers as they are: the compressor is None."""
+    """The engine that runs steps on a cluster's workers. They send uncompressed gradients to the servers: the compressor is None."""
 
     strategy: ParameterServerStrategy
 
@@ -54,7 +54,7 @@ class ParameterServerEngine(Engine):
         self._depth = 0  # of nested loops
 
     def attach(self, model: keras.Model) -> None:
-        """Makes Keras build `model`'s training and test functions here. In place."""
+        """Replaces the training, test and predict functions of `model` by this engine's. In place."""
         if not keras_internals.has_replaced_make_function(model):
             keras_internals.replace_make_function(model, functools.partial(Execution, model, self, self.scheduler))
             for method in _DRAIN_FIRST_METHODS:
@@ -67,7 +67,7 @@ class ParameterServerEngine(Engine):
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
-        """Surrounds a loop, or a single step. Raises ClusterError where a parameter server is lost, or all workers are."""
+        """Prepares and ends a loop or a single step. Raises ClusterError if a parameter server or all workers are lost."""
         self._depth += 1
         try:
             with self.scheduler.explain_errors():
@@ -79,11 +79,11 @@ class ParameterServerEngine(Engine):
                     function.end()
 
     def source(self, dataset: tf.data.Dataset, steps: int | None) -> DataSource:
-        """As of `Engine`: the chief reads the dataset, and sends each batch to a worker."""
+        """Returns the source of a dataset that the chief reads; the chief sends each batch to one worker."""
         return DataSource(dataset, steps=steps)
 
     def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
-        """As of `Engine`: each worker makes the data itself."""
+        """Returns the source of a dataset function that runs on each worker."""
         data = WorkerDataset(make, self.scheduler.workers)
         return DataSource(data, steps=data.total(), open_at=data.open_at)
 
@@ -101,10 +101,10 @@ class ParameterServerEngine(Engine):
         return keras_loops.metrics_or_logs(model, logs)
 
     def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Structure]:
-        """As of `Engine`: the workers compute some batches ahead of the loop. Raises ConfigError where the model has no variables yet."""
+        """Returns the function of `Engine.predictor`; workers compute some batches ahead of the loop. Raises ConfigError for an unbuilt model."""
         if not model.built:
             raise ConfigError(
-                f"Model {model.name!r} has no variables yet, and they are to be on the servers: give it a keras.Input, or "
+                f"Model {model.name!r} has no variables yet, and they are to be on the servers: give the model a keras.Input, or "
                 "call its build(), in `with trainer.scope():`."
             )
         outputs: Iterator[Structure] | None = None
@@ -120,11 +120,11 @@ class ParameterServerEngine(Engine):
         return model.predict_function([batch])
 
     def drain(self, model: keras.Model) -> None:
-        """Waits until all steps of `model` that are scheduled are counted."""
+        """Waits until all scheduled steps of `model` are counted."""
         drain_steps(model)
 
     def explaining_errors(self) -> contextlib.AbstractContextManager[None]:
-        """Returns a context manager that turns TensorFlow's error into one that names the lost parameter server."""
+        """Returns a context manager that turns TensorFlow's error into a ClusterError that names the lost parameter server."""
         return self.scheduler.explain_errors()
 
     def peer_preempted(self) -> bool:
@@ -136,15 +136,15 @@ class ParameterServerEngine(Engine):
         server.publish_exit_code(self.strategy.cluster)
 
     def report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns `retried_steps`, and `bytes_per_server`: the size of the model's and its optimizers' variables on each."""
+        """Returns `retried_steps`, and `bytes_per_server`: the size of the model's and its optimizers' variables on each server."""
         return {"retried_steps": self.scheduler.retried_steps, "bytes_per_server": bytes_per_server(model)}
 
 
 def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     """Makes the arithmetic of updates run on the server of each variable, so that only the gradient travels. In place.
 
-    `assign_add` and `assign_sub` are atomic there; an `assign` of a value computed from the old one (SGD's momentum) is
-    not, and of two at once the later one holds.
+    `assign_add` and `assign_sub` are atomic there. An `assign` of a value that is computed from the old value (SGD's momentum) is
+    not: of two simultaneous assignments the later one wins.
     """
     if keras_internals.has_replaced_variable_update(optimizer):
         return
@@ -172,11 +172,11 @@ class Predictor:
 
     @functools.cached_property
     def step(self) -> WorkerStep:
-        """The model's `predict_step`, when the model has its variables."""
+        """The model's `predict_step` on workers; the model must have its variables."""
         return WorkerStep(self.model, self.model.predict_step)
 
     def __call__(self, batches: Sequence[Structure]) -> Structure:
-        """Returns the outputs of a list of batches, as of one."""
+        """Returns the concatenated outputs of a list of batches."""
         return concatenated([next(self.outputs([batch], batch)) for batch in batches])
 
     def all_outputs(self, iterator: DataIterator, steps: int | None) -> Iterator[Structure]:
@@ -187,7 +187,7 @@ class Predictor:
         return self.outputs(itertools.islice(iterator, steps), iterator.element_spec)
 
     def outputs(self, batches: Iterable[Structure], spec: Spec) -> Iterator[Structure]:
-        """Yields the outputs of batches in their order, computed some batches ahead."""
+        """Yields the outputs of batches in the order of the batches; workers compute some batches ahead."""
         traced = self.step.trace(spec)
         self.step.begin()
         ready: collections.deque[list[np.ndarray]] = collections.deque()
@@ -206,7 +206,7 @@ class Predictor:
 
 
 def concatenated(parts: Sequence[Structure]) -> Structure:
-    """Returns the outputs of several batches as of one; None of none."""
+    """Returns the concatenated outputs of several batches; None without a batch."""
     if len(parts) < 2:
         return parts[0] if parts else None
     return tf.nest.map_structure(lambda *outputs: tf.concat(outputs, 0), *parts)

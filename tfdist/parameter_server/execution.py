@@ -1,4 +1,4 @@
-"""The function that runs on the chief for each execution: it schedules the steps, and counts their results later.
+"""The function that the chief runs for each execution: it schedules steps, and counts their results later.
 
 Readers of metrics or weights first wait for the scheduled steps (`drain_first`).
 """
@@ -26,24 +26,24 @@ from tfdist.parameter_server.worker_dataset import PipelinesIterator
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
 
-# Steps that have ended and are not in a batch hook's logs yet, as results are read together: for each worker, and at least.
+# Limit of ended steps whose results are not read yet, because results are read together: per worker, and at least in total.
 _UNREAD, _UNREAD_LEAST = 4, 10
 ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
 
 
 class Execution:
-    """Schedules the steps of an execution, and returns the logs so far. A model that was compiled anew is attached again.
+    """A `train_function` or `test_function` that schedules steps and returns the logs so far. Attaches the model again, if it was recompiled.
 
     Attributes:
-        measured: For TensorBoard, by its tags: how many steps were on their way as one was scheduled; how many others ended
-            while one ran, which is how old its weights were; and how long the chief waited for a batch that it reads itself.
+        measured: Means for TensorBoard, by tag: steps in flight when a step was scheduled; other steps that ended while a
+            step ran (the age of its weights); and how long the chief waited for a batch that it reads itself.
     """
 
     def __init__(self, model: keras.Model, engine: Engine, scheduler: Scheduler, step: Step):
-        unsupported.check_model(model)  # it may have been compiled anew
+        unsupported.check_model(model)  # the model may have been recompiled
         engine.attach(model)
         self.measured = RunningMeans()
-        self._ended, self._lock = 0, threading.Lock()  # steps, in all threads together
+        self._ended, self._lock = 0, threading.Lock()  # number of ended steps, over all threads
         self._model = model
         self._scheduler = scheduler
         self._step = step
@@ -55,26 +55,26 @@ class Execution:
         self._reset()
 
     def _reset(self) -> None:
-        # An evaluation gives the same sums whichever worker is the fastest.
+        # Ordered results give an evaluation the same sums in every run.
         self._flight = InFlight(self._scheduler, self._end_step, ordered=not self._trains)
-        # The step, its row and its function, by attempt id.
+        # The traced step, its row and its function, by attempt id.
         self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}
         self._free = collections.deque(range(ROWS * self._scheduler.workers))
         self._unread: list[int] = []
-        self._begun: int | None = None  # steps since all was drained
+        self._begun: int | None = None  # number of steps since the last drain; None if no step is scheduled
 
     def __call__(self, iterator: DataIterator) -> dict[str, Any]:
-        """Schedules an execution, as Keras' own function runs it. Raises StopIteration where there is no batch left."""
+        """Schedules an execution, as Keras' own function runs it. Raises StopIteration at the end of the data."""
         logs = self.run(iterator)
         if logs is None:
             raise StopIteration
         return logs
 
     def run(self, iterator: DataIterator, remaining_steps: int | None = None) -> dict[str, Any] | None:
-        """Schedules the steps of an execution; returns the logs so far, or None if there is no batch left.
+        """Schedules the steps of an execution; returns the logs so far, or None at the end of the data.
 
-        The epoch or evaluation has `remaining_steps` left, or None if unknown. Raises ClusterError as `ParameterServerEngine.running`,
-        and ConfigError where the data do not fit (see `WorkerDataset` and `PipelinesIterator`).
+        `remaining_steps` is the number of steps until the end of the epoch or evaluation, None if unknown. Raises ClusterError as
+        `ParameterServerEngine.running` does, and ConfigError for unsuitable data (see `WorkerDataset` and `PipelinesIterator`).
         """
         for number in range(self._steps if remaining_steps is None else min(self._steps, remaining_steps)):
             try:
@@ -85,24 +85,24 @@ class Execution:
                 break
         last = remaining_steps is not None and remaining_steps <= self._steps
         if last or not isinstance(iterator, (tf.data.Iterator, PipelinesIterator)):
-            self.drain()  # the last ones of the epoch, or a single one, of train_on_batch
+            self.drain()  # the last steps of the epoch, or a single step of train_on_batch
         elif not self._logs:
             self._flight.wait_for_first()
             self._read()
         return self._logs
 
     def drain(self) -> None:
-        """Waits until all steps that are scheduled are counted."""
+        """Waits until all scheduled steps are counted."""
         while self._flight.count or self._unread:
             self._flight.drain()
             self._read()
         self._begun = None
 
     def end(self) -> None:
-        """Ends a pass. After an error, steps that are on their way still count if they end within some seconds."""
+        """Ends a pass. After an error, steps in flight still count if they end within some seconds."""
         if not self._scheduler.has_lost_servers:
             self._flight.wait_after_error()
-            with contextlib.suppress(tf.errors.OpError):  # the servers may be what is lost
+            with contextlib.suppress(tf.errors.OpError):  # the servers may be lost
                 self._read()
         if self._trains:
             self._scheduler.retried_steps += self._flight.retries
@@ -149,7 +149,7 @@ class Execution:
         self.measured.add("ps/steps_in_flight", self._flight.count)
 
     def _count_overlap(self, before: int) -> None:
-        """Counts a step that has ended in this thread, and those that have since `before` were counted."""
+        """Counts a step that ended in this thread, and measures how many others have ended since the count was `before`."""
         with self._lock:
             self.measured.add("ps/staleness", self._ended - before)
             self._ended += 1
@@ -196,14 +196,14 @@ def _run_on(data: Structure, run: Callable[[DataIterator], Structure], worker: i
 
 
 def drain_first(model: keras.Model, method: str, *args: Any, **kwargs: Any) -> Any:
-    """Calls a method of a model once all scheduled steps are counted: callbacks read metrics, and save, within an epoch."""
-    if not tf.inside_function():  # where a step is traced
+    """Calls a method of a model after all scheduled steps are counted, because callbacks read metrics and save within an epoch."""
+    if not tf.inside_function():  # not while a step is traced
         drain_steps(model)
     return getattr(type(model), method)(model, *args, **kwargs)
 
 
 def drain_steps(model: keras.Model) -> None:
-    """Waits until all steps of `model` that are scheduled are counted."""
+    """Waits until all scheduled steps of `model` are counted."""
     for function in (model.train_function, model.test_function):
         if drain := getattr(function, "drain", None):
             drain()

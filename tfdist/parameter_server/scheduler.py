@@ -1,7 +1,7 @@
-"""Runs functions on any worker of a parameter-server cluster, on TensorFlow's `ClusterCoordinator`.
+"""A scheduler of functions on any worker of a parameter-server cluster, on top of TensorFlow's `ClusterCoordinator`.
 
-`schedule` runs a function at least once: a worker that dies may have run it, in part or whole, and another one runs it
-again. Here each function's result counts once: the first one that has arrived on the chief.
+The coordinator runs a function at least once: a worker that dies may have run the function in part or in full, and another
+worker runs it again. This scheduler counts one result of each function: the first that arrives on the chief.
 """
 
 from __future__ import annotations
@@ -24,23 +24,23 @@ from tfdist.parameter_server.strategy import ParameterServerStrategy
 from tfdist.parameter_server.watch import Watch
 from tfdist.runtime.log import logger
 
-# Functions that may be on their way, for each worker: enough that it never waits for the chief.
+# Limit of functions in flight per worker: enough that a worker never waits for the chief.
 MAX_IN_FLIGHT = 3
-# And those that may wait for their turn besides, where one is late.
+# Limit of further results per worker that wait for their turn behind a late result.
 MAX_REORDERED = 12
-# Seconds without a result after which the chief looks whether all tasks are there, and again so often.
+# Seconds without a result after which the chief checks that all tasks run; also the interval of further checks.
 _CHECK_AFTER = 5.0
-# Seconds without a result after which the chief looks whether a server is given up.
+# Seconds without a result after which the chief checks for servers that were given up.
 _LOST_AFTER = 0.5
-# Seconds after which a step is so long that the chief says so, and again so often.
+# Duration of a step, in seconds, after which the chief logs a warning; also the interval of further warnings.
 _LONG = 30.0
 _REPORT_EVERY = 10.0
-# Seconds for which no worker at all may be there.
+# Seconds without any worker after which the training ends.
 _NO_WORKER_TIMEOUT = preflight.START_TIMEOUT
 
 
 class Scheduler:
-    """Schedules functions, and knows which tasks are lost.
+    """A scheduler of functions on workers, which also records lost tasks.
 
     Attributes:
         retried_steps: Training steps that ran again because their worker was lost. The lost worker's update may have
@@ -55,18 +55,18 @@ class Scheduler:
         self.retried_steps = 0
         self._lock = threading.Lock()
         self._lost: set[int] = set()
-        self._since: dict[int, float] = {}  # when each worker has begun what it does
+        self._since: dict[int, float] = {}  # when each busy worker began its function
         self._said = 0.0
 
     @property
     def has_lost_servers(self) -> bool:
-        """True if a server that has not answered for long is given up."""
+        """True if a server was given up because it did not answer."""
         return bool(self._watch.lost_servers)
 
     def start(self, function: Callable[[int], Structure], results: queue.SimpleQueue[Any], key: Any) -> None:
-        """Runs `function(number of the worker)` in a thread of the chief, whose TensorFlow operations run on that worker.
+        """Runs `function(worker)` in a thread of the chief; the thread's TensorFlow operations run on the worker of that number.
 
-        Puts `(key, result, error, how often it ran)` into `results`, once.
+        Puts `(key, result, error, number of tries)` into `results`, once.
         """
         tries = 0
 
@@ -95,7 +95,7 @@ class Scheduler:
             self._cluster.schedule(run, None, None)
 
     def take(self, results: queue.SimpleQueue[Any]) -> tuple[Any, Any, Exception | None, int]:
-        """Waits for the next item in `results`. Raises ClusterError where a parameter server is lost, or all workers are, for 300 s."""
+        """Waits for the next item in `results`. Raises ClusterError if a parameter server is lost, or if all workers are lost for 300 s."""
         begun = looked = time.monotonic()
         while True:
             try:
@@ -118,12 +118,14 @@ class Scheduler:
             if self._watch.lost_servers:
                 raise self._server_lost(self._watch.lost_servers) from e
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
-            # TensorFlow may report the loss before the server's port is closed: look again until that can be seen.
+            # TensorFlow may report the loss before the server's port is closed: check again for some seconds.
             ends = time.monotonic() + reachability.SETTLED
             while not (absent := reachability.unreachable_tasks(self._spec, servers)) and time.monotonic() < ends:
                 time.sleep(0.2)
             named = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
-            if not absent and named and tf_cluster.is_server_failure(e):  # it is there again, without its variables
+            if (
+                not absent and named and tf_cluster.is_server_failure(e)
+            ):  # the server was restarted and has lost its variables
                 absent = {TaskSpec("ps", int(named[1])): "started again"}
             if not absent:
                 raise
@@ -131,10 +133,10 @@ class Scheduler:
 
     def _look(self, waited: float) -> None:
         with self.explain_errors():
-            self._cluster.done()  # raises an error that the coordinator has met in another thread
+            self._cluster.done()  # raises an error that the coordinator caught in another thread
         tasks = [task for task in self._spec.tasks() if task.type != "chief"]
         absent = reachability.unreachable_tasks(self._spec, tasks)
-        # One that is silent may be busy, or miss an answer: the watch gives it up after a while.
+        # A silent task may be busy or have missed one check; the watch gives a task up after a longer silence.
         absent = {task: reason for task, reason in absent.items() if reason in reachability.ENDED}
         absent |= self._watch.given_up
         if servers := {task: reason for task, reason in absent.items() if task.type == "ps"}:
@@ -150,7 +152,7 @@ class Scheduler:
             logger.warning(f"waiting: {steps}")
         if busy or not absent:
             return
-        # With one worker away TensorFlow does not take another one back either.
+        # While one worker is missing, TensorFlow does not reconnect another one either.
         if waited > _NO_WORKER_TIMEOUT:
             raise ClusterError(
                 f"No worker has worked for {waited:.0f} s: {reachability.format_tasks(self._spec, absent)}."
@@ -163,7 +165,7 @@ class Scheduler:
         names = ", ".join(map(str, servers))
         return ClusterError(
             f"{names} is lost, and with it the variables it held: {reachability.format_tasks(self._spec, servers)}. Start the "
-            "training again, from what it has saved last."
+            "training again, to resume from its last backup."
         )
 
     def _mark_lost(self, worker: int) -> None:
@@ -171,7 +173,7 @@ class Scheduler:
             known = worker in self._lost
             self._lost.add(worker)
         if not known:
-            logger.warning(f"worker:{worker} is lost; the others go on, and do its step again")
+            logger.warning(f"worker:{worker} is lost; the others continue, and repeat its step")
 
     def _mark_recovered(self, worker: int) -> None:
         if worker in self._lost:
@@ -181,7 +183,7 @@ class Scheduler:
 
 
 def _is_cluster_error(error: Exception) -> bool:
-    """Returns whether TensorFlow's coordinator handles an error: a task is lost, or was for a moment."""
+    """Returns whether TensorFlow's coordinator handles an error: a task is lost, or was lost briefly."""
     return (
         tf_cluster.is_worker_failure(error)
         or tf_cluster.is_server_failure(error)
@@ -190,7 +192,7 @@ def _is_cluster_error(error: Exception) -> bool:
 
 
 def _deduplicate_message(error: Exception) -> Exception:
-    """Removes from an error of a step the duplicate messages that each task on its way has added."""
+    """Removes from an error of a step the duplicate messages that each task on the error's way has added."""
     if not isinstance(error, tf.errors.OpError):
         return error
     lines: list[str] = []
@@ -206,7 +208,7 @@ def _deduplicate_message(error: Exception) -> Exception:
 class InFlight:
     """The scheduled functions of one pass, and their results.
 
-    The main thread calls `commit` with each result, in the order of their scheduling if `ordered`, else as they come.
+    The main thread calls `commit` with each result, in the order of scheduling if `ordered`, else in the order of arrival.
 
     Attributes:
         retries: How often functions ran again because their worker was lost.
@@ -217,7 +219,7 @@ class InFlight:
         self._commit = commit
         self._ordered = ordered
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
-        self._waiting: dict[int, Any] = {}  # arrived before their turn
+        self._waiting: dict[int, Any] = {}  # results that arrived before their turn, by key
         self._scheduled = self._arrived = self._committed = self._drained = 0
         self.retries = 0
 
@@ -229,8 +231,8 @@ class InFlight:
     def add(self, function: Callable[[int], Structure]) -> None:
         """Schedules a function, once there is room."""
         workers = self._scheduler.workers
-        # The second limit counts results that arrived before their turn: with one late worker the others run ahead of it only so
-        # far, as the chief must keep their results in memory.
+        # The second limit counts results that arrived before their turn: the other workers may run ahead of a late one only
+        # so far, because the chief must keep their results in memory.
         while (
             self.count >= MAX_IN_FLIGHT * workers
             or self._scheduled - self._committed >= (MAX_IN_FLIGHT + MAX_REORDERED) * workers
@@ -242,7 +244,7 @@ class InFlight:
             self._take()
 
     def wait_for_first(self) -> None:
-        """Waits until something has been committed since all was drained."""
+        """Waits until a result was committed since the last drain, or no function is in flight."""
         while self._committed == self._drained and self.count:
             self._take()
 
@@ -253,7 +255,7 @@ class InFlight:
         self._drained = self._committed
 
     def wait_after_error(self, seconds: float = 5.0) -> None:
-        """After an error: waits for results no longer than some seconds, and until another one."""
+        """Waits, after an error, for results: at most `seconds`, and until the next error."""
         deadline = time.monotonic() + seconds
         with contextlib.suppress(Exception):
             while self.count:

@@ -1,6 +1,6 @@
-"""The strategy whose variables live on parameter servers, while workers compute one step each, asynchronously.
+"""The strategy whose variables live on parameter servers; each worker computes steps asynchronously.
 
-Three kinds of Keras' variables do not go to the servers but stay on the chief, which alone changes them, so that they
+Three kinds of Keras' variables stay on the chief instead of the servers. Only the chief changes them, so that they
 count exactly: metrics, the optimizer's scalars (iterations, learning rate) and the states of seed generators. Workers
 read them with each step (see `parameter_server/worker_step.py`).
 """
@@ -26,17 +26,17 @@ from tfdist.strategies.model_methods import USE_TRAINER
 
 _DISTRIBUTES_ITSELF = (
     "Under parameter_server the Trainer distributes data itself: give fit, evaluate or predict the dataset, or the function "
-    "(tf.distribute.InputContext) -> tf.data.Dataset, in place of what the strategy's experimental_distribute_dataset or "
-    "distribute_datasets_from_function would return."
+    "(tf.distribute.InputContext) -> tf.data.Dataset, in place of the result of the strategy's experimental_distribute_dataset or "
+    "distribute_datasets_from_function."
 )
 CHIEF_DEVICE = "/job:chief/replica:0/task:0/device:CPU:0"
 
 
 class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerStrategy):
-    """Trains on the workers of a cluster, asynchronously; the variables are on its parameter servers.
+    """The strategy that trains asynchronously on the workers of a cluster, with variables on its parameter servers.
 
-    Made in the chief's process, once all other tasks can be reached. `placement` says on which server a variable goes: `"round_robin"`, the next
-    one; `"by_bytes"`, the one with the fewest bytes so far. Optimizer slots go where their variable is. A server may be silent for `start_timeout` s.
+    Created in the chief's process, once all other tasks can be reached. `placement` chooses the server of a variable: `"round_robin"`, the next
+    server; `"by_bytes"`, the server with the fewest bytes. Optimizer slots are placed with their variable. A server may be silent for `start_timeout` s.
     """
 
     cluster: ClusterSpec
@@ -59,7 +59,7 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
                 f"Each worker has {self.num_replicas_in_sync} GPUs, and parameter_server uses one: start a worker for "
                 "each GPU, with CUDA_VISIBLE_DEVICES."
             )
-        # TensorFlow colocates a variable with another one.
+        # Anchors: TensorFlow places a variable by colocation with another variable.
         self._chief = _anchor(CHIEF_DEVICE)
         self._servers = [
             _anchor(f"/job:ps/replica:0/task:{index}/device:CPU:0") for index in range(len(cluster.jobs["ps"]))
@@ -92,13 +92,13 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
 def lives_on_chief(
     name: str | None, synchronization: tf.VariableSynchronization | None, aggregation: tf.VariableAggregation | None
 ) -> bool:
-    """Returns whether a variable stays on the chief: a metric's, a scalar of an optimizer, or a seed generator's state."""
+    """Returns whether a variable stays on the chief: a metric's variable, a scalar of an optimizer, or a seed generator's state."""
     scalar = name in keras_internals.OPTIMIZER_SCALARS and aggregation == tf.VariableAggregation.ONLY_FIRST_REPLICA
     return scalar or name == keras_internals.SEED_STATE or synchronization == tf.VariableSynchronization.ON_READ
 
 
 def server_index(variable: tf.Variable) -> int:
-    """Returns the number of the server that a variable is on."""
+    """Returns the index of the server that holds a variable."""
     return int(tf.DeviceSpec.from_string(variable.device).task)
 
 
@@ -106,11 +106,11 @@ def bytes_per_server(model: keras.Model) -> dict[str, int]:
     """Returns the bytes of a model's and its optimizers' variables on each server: `{"ps:0": 1024, ...}`."""
     strategy = model.distribute_strategy
     loads = {f"ps:{index}": 0 for index in range(len(strategy.cluster.jobs["ps"]))}
-    held = [
+    variables = [
         *model.variables,
         *(variable for optimizer in optimizer_search.optimizers(model) for variable in optimizer.variables),
     ]
-    for value in {id(variable): variable.value for variable in held}.values():
+    for value in {id(variable): variable.value for variable in variables}.values():
         if (spec := tf.DeviceSpec.from_string(value.device)).job == "ps":
             loads[f"ps:{spec.task}"] += value.shape.num_elements() * value.dtype.size
     return loads
@@ -127,7 +127,7 @@ def parameter_server(
     """Connects the chief with workers and servers, and returns the strategy on the chief. The factory of its row in `STRATEGIES`.
 
     In a worker or a server this call serves the chief. It ends the process when the chief has exited, with the chief's exit code.
-    `grace_seconds` is how long those that get SIGTERM wait for the chief to save.
+    `grace_seconds` is how long a worker or server that receives SIGTERM waits for the chief to save.
 
     Raises:
         ClusterError: A task cannot be reached in time, this task's port is taken, or tasks run different versions.
@@ -135,12 +135,12 @@ def parameter_server(
     """
     if cluster is None:
         raise ConfigError(
-            "parameter_server needs a cluster: start its tasks with a scheduler, with --hosts, with TF_CONFIG in each one's "
+            "parameter_server needs a cluster: start its tasks with a scheduler, with --hosts, with TF_CONFIG in each task's "
             "environment, or with tfdist launch --workers=2 --ps=1 -- python script.py"
         )
     spec, task = cluster
     if faults := list(spec.parameter_server_faults()):
-        ranks = " Of a scheduler's ranks, say how many serve: --config.cluster.ps=1, or tfdist.find_cluster(ps=1)."
+        ranks = " Under a scheduler, set the number of ranks that serve: --config.cluster.ps=1, or tfdist.find_cluster(ps=1)."
         raise ConfigError(fault + ranks * (list(spec.jobs) == ["worker"]) for fault in faults)
     if task.type == "evaluator":
         raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
@@ -148,15 +148,15 @@ def parameter_server(
     connection_timeout.keep_connections(spec)
     if task.type != "chief":
         with greeting.listening_for_peers(spec, task):
-            # Versions are compared before TensorFlow's server takes the port, which tells none.
+            # Versions are compared before TensorFlow's server takes the port: that server reports no version.
             preflight.wait_until_reachable(spec, [spec.chief], start_timeout)
         server.serve(spec, task, start_timeout, grace_seconds)
     with greeting.listening_for_peers(spec, task):
-        # TensorFlow would wait in silence; and each of the others compares versions before it serves.
+        # TensorFlow would wait without a message. Every other task compares versions before it serves.
         others = [other for other in spec.tasks() if other != task]
         preflight.wait_until_reachable(spec, others, start_timeout)
         preflight.wait_until_reachable(spec, others, start_timeout, serving=True)
     with preflight.startup_watchdog(spec, task, start_timeout):
-        made = ParameterServerStrategy(spec, config.placement, start_timeout)
+        strategy = ParameterServerStrategy(spec, config.placement, start_timeout)
     atexit.register(server.publish_exit_code, spec)
-    return made
+    return strategy

@@ -1,9 +1,9 @@
-"""The chief's watch over workers and servers that no longer answer, while its main thread may wait for one of them.
+"""The chief's watch for workers and servers that no longer answer, in threads, because the main thread may wait for such a task.
 
-TensorFlow notices a process that ends. If a process is stopped or its host vanishes, the connection stays as it was, and
-a call to it waits without limit. Here such a worker is given up after a while: the chief shuts down its own connections to
-it, the call fails as if the process had been killed, and TensorFlow counts the worker as lost until it answers again. A
-server that is given up ends the job.
+TensorFlow notices a process that ends. If a process is stopped or its host vanishes, the connection stays open, and
+a call to the process waits without limit. The watch gives such a worker up after some seconds: the chief shuts down its own
+connections to the worker, and the call fails as if the process had been killed. TensorFlow counts the worker as lost until it
+answers again. If the watch gives up a server, the job ends.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ from tfdist.runtime import process_end
 from tfdist.runtime.log import logger
 
 _ASK_EVERY = 1.0  # seconds
-# Seconds without an answer after which a worker is given up: several questions have gone without one by then.
+# Seconds without an answer after which a worker is given up: several checks have failed by then.
 WORKER_TIMEOUT = 25.0
-_LAST_ROUND = 5.0  # seconds that the last question to a server may take
-# TensorFlow connects again and again; a call that has found a new connection waits for so many seconds.
+_LAST_ROUND = 5.0  # seconds that the last check of a server may take
+# Interval in seconds: TensorFlow reconnects repeatedly, and a call on a new connection waits until the next shutdown.
 _SHUT_DOWN_EVERY = 0.1
 _TCP_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
 _REMOTE_COLUMN, _INODE_COLUMN = 2, 9
@@ -39,10 +39,10 @@ Endpoint = tuple[str, int]  # address and port
 
 
 class Watch:
-    """Asks workers and servers, in a thread, until the process ends; gives a server up after `server_timeout` s, at least 10, without an answer.
+    """A thread that checks workers and servers until the process ends. Gives a server up after `server_timeout` s, at least 10, without an answer.
 
     Attributes:
-        given_up: The tasks that are given up, with the reason: workers until they answer again.
+        given_up: The tasks that are given up, with the reasons. A worker is removed when it answers again.
     """
 
     def __init__(self, cluster: ClusterSpec, server_timeout: float):
@@ -51,7 +51,9 @@ class Watch:
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
         self._silent = reachability.SilentTasks(cluster, cluster.chief)
         self.given_up: dict[TaskSpec, str] = {}
-        self._lender = tf_cluster.lock_lender().start()  # or these threads would wait with the call
+        self._lender = (
+            tf_cluster.lock_lender().start()
+        )  # without it these threads would wait for the lock that a waiting call holds
         atexit.register(self._leave)
         threading.Thread(target=self._watch, daemon=True, name="tfdist-watch").start()
         threading.Thread(target=self._shut_down, daemon=True, name="tfdist-shut-down").start()
@@ -85,14 +87,14 @@ class Watch:
         while True:
             time.sleep(_SHUT_DOWN_EVERY)
             now = set(self.given_up)
-            for task in now - before:  # its name may stand for another address by now
+            for task in now - before:  # the name may resolve to another address by now
                 endpoints[task] |= resolve_endpoints(self._cluster.address(task))
             before = now
             for task in now:
                 shut_down_connections(endpoints[task])
 
     def _leave(self) -> None:
-        """Ends the process at once if a task does not answer: TensorFlow's shutdown would wait for it without limit."""
+        """Ends the process at once if a task does not answer: TensorFlow's shutdown would wait for the task without limit."""
         if self.given_up or any(map(self._is_silent, self._tasks)):
             server.publish_exit_code(self._cluster)
             logging.shutdown()
@@ -105,7 +107,7 @@ class Watch:
 
 
 def resolve_endpoints(address: str) -> set[Endpoint]:
-    """Returns the addresses and ports that `host:port` stands for; none where the name is not known now."""
+    """Returns the addresses and ports to which `host:port` resolves; empty if the name does not resolve now."""
     host, port = split_address(address)
     with contextlib.suppress(OSError, UnicodeError):
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
@@ -114,18 +116,20 @@ def resolve_endpoints(address: str) -> set[Endpoint]:
 
 
 def shut_down_connections(endpoints: set[Endpoint]) -> int:
-    """Shuts down this process's TCP connections to `endpoints`, also those that are being made. Returns how many there were.
+    """Shuts down this process's TCP connections to `endpoints`, also those in progress. Returns the number of connections.
 
-    It returns 0 on systems without `/proc/self/net`, which are not Linux.
+    Returns 0 on systems other than Linux, which have no `/proc/self/net`.
     """
     inodes = {inode for remote, inode in _list_connections() if remote in endpoints}
     count = 0
     for path in pathlib.Path("/proc/self/fd").glob("*") if inodes else ():
-        with contextlib.suppress(OSError):  # closed meanwhile
+        with contextlib.suppress(OSError):  # closed in the meantime
             if os.readlink(path).removeprefix("socket:[").removesuffix("]") in inodes:
-                # A copy: the descriptor belongs to TensorFlow, which may close it at any moment.
+                # Use a copy: the descriptor belongs to TensorFlow, which may close it at any moment.
                 with socket.socket(fileno=os.dup(int(path.name))) as connection:
-                    if str(os.fstat(connection.fileno()).st_ino) in inodes:  # not another one by now
+                    if (
+                        str(os.fstat(connection.fileno()).st_ino) in inodes
+                    ):  # the number may belong to another connection by now
                         connection.shutdown(socket.SHUT_RDWR)
                         count += 1
     return count
@@ -142,11 +146,11 @@ def _list_connections() -> Iterator[tuple[Endpoint, str]]:
 
 
 def _decode_ip(digits: str) -> str:
-    """Returns the address that the system writes as words of 32 bits, in the processor's order of bytes."""
+    """Returns the address that the system prints as hexadecimal words of 32 bits in the processor's byte order."""
     words = (int(digits[i : i + 8], 16).to_bytes(4, sys.byteorder) for i in range(0, len(digits), 8))
     return _format_ip(ipaddress.ip_address(b"".join(words)))
 
 
 def _format_ip(address: ipaddress.IPv4Address | ipaddress.IPv6Address) -> str:
-    """Returns the text of an address; of an IPv4 address on a socket of IPv6, the IPv4 address."""
+    """Returns the text of an address; for an IPv4-mapped IPv6 address, the IPv4 address."""
     return str(getattr(address, "ipv4_mapped", None) or address)

@@ -1,4 +1,4 @@
-"""Data that workers make themselves, from a function `(tf.distribute.InputContext) -> tf.data.Dataset`."""
+"""Data that workers create themselves, by a function `(tf.distribute.InputContext) -> tf.data.Dataset`."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 
 _PYTHON = {"PyFunc", "EagerPyFunc", "PyFuncStateless"}
 _OUTSIDE = (
-    "The dataset function runs on the workers, and uses {} of the chief's, which they do not have: create it inside of the "
+    "The dataset function runs on the workers, but uses {} that exists only on the chief: create it inside the "
     "function, or give Trainer.fit the data themselves, which the chief then reads and sends."
 )
 
@@ -37,9 +37,9 @@ def _bytes(constant: tf.Operation) -> int:
 
 
 class WorkerDataset:
-    """The pipelines of a dataset function, which is traced on the chief and runs on workers; each worker makes its own.
+    """The pipelines of a dataset function, which is traced on the chief and runs on workers; each worker has its own pipeline.
 
-    Raises ConfigError where the function returns no dataset, calls Python, or uses objects on the chief.
+    Raises ConfigError if the function does not return a dataset, calls Python, or uses objects on the chief.
     """
 
     def __init__(self, function: Callable[[tf.distribute.InputContext], tf.data.Dataset], pipelines: int):
@@ -54,18 +54,18 @@ class WorkerDataset:
         return PipelinesIterator(self)
 
     def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> PipelinesIterator:
-        """Returns a pass that leaves out as many batches of each pipeline as a worker has taken on average by `steps`."""
+        """Returns a pass that skips, in each pipeline, the average number of batches per worker in `steps` steps."""
         return PipelinesIterator(self, -(-steps // self.pipelines))
 
     def dataset(self, pipeline: int) -> tf.data.Dataset:
-        """Makes the dataset of a pipeline, on the device that is in force."""
+        """Creates the dataset of a pipeline on the current device."""
         with self._tracing:
             if pipeline not in self._traced:
                 self._traced[pipeline] = self._trace(pipeline)
         return self._traced[pipeline]()
 
     def example_batch(self) -> Structure:
-        """Returns a batch of one example of zeros, for a model to learn shapes from."""
+        """Returns a batch of one example of zeros, from which a model is built."""
 
         def zero(spec: tf.TensorSpec) -> tf.Tensor:
             return tf.zeros([1 if size is None else size for size in spec.shape], spec.dtype)
@@ -73,12 +73,12 @@ class WorkerDataset:
         return tf.nest.map_structure(zero, self.element_spec, expand_composites=True)
 
     def batches(self, pipeline: int = 0) -> int | None:
-        """Returns the number of batches of a pipeline, or None where it is not known or they never end."""
+        """Returns the number of batches of a pipeline, or None if it is unknown or infinite."""
         number = int(self.dataset(pipeline).cardinality())
         return number if number >= 0 else None
 
     def total(self) -> int | None:
-        """Returns the number of batches of all pipelines, or None where it is not known or they never end."""
+        """Returns the number of batches of all pipelines, or None if it is unknown or infinite."""
         if self.batches(0) is None:
             return None
         batch_counts = [self.batches(pipeline) for pipeline in range(self.pipelines)]
@@ -92,7 +92,7 @@ class WorkerDataset:
         context = tf.distribute.InputContext(self.pipelines, pipeline, num_replicas_in_sync=1)
 
         def make() -> tf.data.Dataset:
-            # So that a map's `if` is converted, as it is outside of functions.
+            # Converts an `if` in a map's function, as outside of a `tf.function`.
             with tf_internals.autograph_as_outside_of_functions(), sent_arrays.sent(self._sent):
                 return self._function(context)
 
@@ -100,7 +100,7 @@ class WorkerDataset:
             traced = tf.function(make, autograph=False).get_concrete_function()
         except (TypeError, ValueError) as e:
             if "out of scope" in str(e) or "outside" in str(e):
-                raise ConfigError(_OUTSIDE.format("an object of TensorFlow's")) from e
+                raise ConfigError(_OUTSIDE.format("a TensorFlow object")) from e
             if "2GB" in str(e):
                 raise ConfigError(_TOO_LARGE) from e
             raise
@@ -122,8 +122,8 @@ class WorkerDataset:
         nodes = [*graph.node, *(node for function in graph.library.function for node in function.node_def)]
         if any(node.op in _PYTHON for node in nodes):
             raise ConfigError(
-                "The dataset function calls Python (from_generator, py_function or numpy_function), which is in the "
-                "chief's process, and runs on the workers: write it in TensorFlow's operations, or give Trainer.fit the "
+                "The dataset function calls Python (from_generator, py_function or numpy_function) in the "
+                "chief's process, but runs on the workers: write it in TensorFlow's operations, or give Trainer.fit the "
                 "generator itself, which the chief then reads."
             )
         return traced
@@ -132,12 +132,12 @@ class WorkerDataset:
 class PipelinesIterator:
     """One pass over the pipelines, without the first `skipped` batches of each.
 
-    In training each worker has an iterator of its own, and a new one after it was lost. In evaluation and prediction any
-    worker runs any pipeline whole, and again if the worker before was lost, so that each batch counts once.
+    In training each worker has its own iterator, and a new one after the worker was lost. In evaluation and prediction any
+    worker runs a complete pipeline. If that worker is lost, another one runs the pipeline again, so that each batch counts once.
 
     Attributes:
-        results: Results of an evaluation that are not read yet; None before it has begun.
-        element_spec: The form of the iterators, from which steps take their batches.
+        results: Results of an evaluation that are not read yet; None before the evaluation has begun.
+        element_spec: The specification of the iterators from which steps take their batches.
     """
 
     def __init__(self, data: WorkerDataset, skipped: int = 0):
@@ -149,7 +149,7 @@ class PipelinesIterator:
         self._is_checked = False
 
     def __next__(self) -> Structure:
-        return self._data.example_batch()  # for shapes that are not known; steps take theirs on the workers
+        return self._data.example_batch()  # for building a model; steps take their batches on the workers
 
     def check(self, steps: int | None) -> None:
         """Raises ConfigError unless the data suffice for an epoch of `steps`, which must be known."""
@@ -165,7 +165,7 @@ class PipelinesIterator:
         self._is_checked = True
 
     def next(self, run: Callable[[DataIterator], Structure], worker: int) -> Structure:
-        """Runs `run(iterator)` on the worker's own iterator, whose device is in force."""
+        """Runs `run(iterator)` with the worker's own iterator, on the current device."""
         iterator = self._iterators.pop(worker, None)
         if iterator is None:
             iterator = iter(self._data.dataset(worker).skip(self._skipped))
@@ -176,15 +176,15 @@ class PipelinesIterator:
                 f"The dataset of worker:{worker} has ended, and it is not known before which worker takes how many "
                 "steps: let the dataset function return dataset.repeat()."
             ) from e
-        self._iterators[worker] = iterator  # but not if it has failed
+        self._iterators[worker] = iterator  # not after an error
         return result
 
     def run_all(
         self, step: WorkerStep, traced: TracedStep, scheduler: Scheduler, steps: int | None
     ) -> Iterator[list[np.ndarray]]:
-        """Runs `step` on every batch, or on the first `steps` of all pipelines dealt in turn; yields the results in order.
+        """Runs `step` on every batch, or on the first `steps` batches of all pipelines in turn; yields the results in order.
 
-        Raises ConfigError where the data are endless, and `steps` is None.
+        Raises ConfigError if the data are endless and `steps` is None.
         """
         if steps is None and self._data.is_endless():
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")

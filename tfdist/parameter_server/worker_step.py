@@ -1,15 +1,15 @@
 """A model's step as a function that any worker can run, and run again, without counting twice.
 
-The step runs in `keras.StatelessScope`, which records assignments to Keras' variables instead of making them. Then
+The step runs in `keras.StatelessScope`, which records assignments to Keras' variables instead of executing them. Then
 
 - its increments of metrics and `iterations` go into a row of the results table, for the chief to add once; the chief
   computes logs that depend on metrics' results from the sums;
-- seed generators start from the step's own seed, so that each step has its own masks, and the same ones if it is repeated;
-  so does the global generator, from which `keras.random.*` draws without a seed;
-- with several workers `tf.random.*` ignores TensorFlow's seed, from which all of them would draw the same numbers;
-- its increment of a weight with `aggregation="sum"` is added on its server, so that workers lose no other's;
-- everything else that it assigned (BatchNorm's moving statistics) is assigned on the servers: if two workers assign at
-  once, the later value holds.
+- seed generators start from the step's own seed, so that each step draws its own masks, and the same masks if it is repeated;
+  this includes the global generator, from which `keras.random.*` draws without a seed;
+- with several workers `tf.random.*` ignores TensorFlow's seed, because all workers would draw the same numbers;
+- its increment of a weight with `aggregation="sum"` is added on the weight's server, so that all workers' increments count;
+- its other assignments (BatchNorm's moving statistics) are executed on the servers: if two workers assign at
+  once, the later value wins.
 
 Gradients are applied within the step, by the optimizer's own arithmetic, on the server that has the variable.
 """
@@ -37,10 +37,10 @@ from tfdist.step import graph_copies, losses
 logger = logging.getLogger(__name__)
 
 _NO_SUM = (
-    "The metric {} keeps what is no sum, such as a maximum. Parameter servers add up what the steps have counted, each from zero, so it "
+    "The metric {} keeps a value that is not a sum, such as a maximum. Parameter servers add the values of the steps, each from zero, so it "
     "is wrong under parameter_server: evaluate it with another strategy, or write it with sums."
 )
-# Added to a seed once per step; odd, so that steps do not meet for 2**64 of them.
+# Added to a seed once per step; odd, so that 2**64 steps have different seeds.
 _SEED_STRIDE = 0x5851F42D4C957F2D
 _RESULTS_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
 
@@ -48,7 +48,7 @@ _RESULTS_DEVICE = "/job:ps/replica:0/task:0/device:CPU:0"
 class WorkerStep:
     """A model's `train_step`, `test_step` or `predict_step` as a function of the data and of the chief's inputs (`step_inputs`).
 
-    Of such steps, `rows` may be on their way or unread.
+    `rows` is the number of steps that may be in flight or unread.
     """
 
     def __init__(self, model: keras.Model, step: Step, rows: int = 0):
@@ -72,15 +72,21 @@ class WorkerStep:
         }
         self._traced: dict[int, TracedStep] = {}
         self._tracing = TracedStep()
-        self._last: tuple[Any, bool, TracedStep] = (None, False, self._tracing)  # most steps are as the one before
+        self._last: tuple[Any, bool, TracedStep] = (
+            None,
+            False,
+            self._tracing,
+        )  # most steps have the same data as the step before
         self._attempt_ids = itertools.count(1)
         self._seed_values: list[int] = []
         self._started: list[int] = []
-        self._no_sums: set[str] = set()  # metrics of which it has warned
-        self._per_step = [1] * len(self._iterations)  # how often each optimizer updates in a step, as far as is known
+        self._no_sums: set[str] = set()  # names of metrics with a logged warning
+        self._per_step = [1] * len(
+            self._iterations
+        )  # updates of each optimizer in a step, as counted in the last commit
 
     def begin(self) -> None:
-        """Reads the seeds and the optimizers' counts of updates; call it when no step is on its way."""
+        """Reads the seeds and the optimizers' counts of updates. Call it when no step is in flight."""
         self._seed_values = [int(number) for seed in self._seeds for number in seed.numpy()]
         self._started = [int(iterations.numpy()) for iterations in self._iterations]
 
@@ -89,9 +95,9 @@ class WorkerStep:
         return next(self._attempt_ids)
 
     def step_inputs(self, attempt_id: int, row: int, number: int) -> tf.Tensor:
-        """Returns a step's inputs from the chief besides data, in one vector.
+        """Returns a step's inputs from the chief, except the data, in one vector.
 
-        `attempt_id` and `row` are its numbers in the results table; `number` counts steps since `begin`, from 0: schedules and seeds go by it.
+        `attempt_id` and `row` identify the step in the results table. `number` counts steps since `begin`, from 0; schedules and seeds depend on it.
         """
         scalars = [float(v.numpy()) for v in self._scalars]
         counts = [start + number * per_step for start, per_step in zip(self._started, self._per_step, strict=True)]
@@ -100,11 +106,11 @@ class WorkerStep:
         )
 
     def trace(self, data: Structure, returns: bool = False) -> TracedStep:
-        """Returns the step for data of this form, a batch or its spec or the spec of an iterator.
+        """Returns the step, traced for `data`: a batch, its spec, or the spec of an iterator.
 
-        Keras weighs some logs by a batch size that it knows, so the traced size must not be more static than elsewhere. If `returns`, the function returns
-        its counts instead of writing them to the results table. Raises ConfigError where the step uses a variable that is on no server, or
-        assigns one that is not the model's.
+        Keras weights some logs by the static batch size, so the traced size must not be more static than in plain Keras. If `returns`, the function
+        returns its counts instead of writing them to the results table. Raises ConfigError if the step uses a variable that is on no server, or
+        assigns a variable that is not the model's.
         """
         if data is self._last[0] and returns == self._last[1]:
             return self._last[2]
@@ -120,7 +126,7 @@ class WorkerStep:
                 raise
             raise ConfigError(
                 f"The {self._step.__name__} assigns a keras.Variable (an optimizer's, BatchNorm's or a metric's, for example) "
-                "within tf.cond, tf.while_loop or a tf.function of its own, out of which parameter_server cannot take it: "
+                "within tf.cond, tf.while_loop or a nested tf.function, from which parameter_server cannot read the value: "
                 "assign it outside, and leave out @tf.function."
             ) from e
         if id(function) not in self._traced:
@@ -131,7 +137,7 @@ class WorkerStep:
         return self._last[2]
 
     def call(self, traced: TracedStep, data: Structure, inputs: tf.Tensor) -> list[np.ndarray]:
-        """Runs a step on the current device; returns its results, flat, on the chief."""
+        """Runs a step on the current device; returns its results as a flat list of arrays on the chief."""
         outputs = traced.function(data, inputs)
         return [tensor.numpy() for tensor in tf.nest.flatten(outputs, expand_composites=True)]
 
@@ -148,7 +154,7 @@ class WorkerStep:
         return {name: to_python(value) for name, value in traced.count(tf.constant(rows)).items()}
 
     def custom_logs(self, traced: TracedStep, row: np.ndarray) -> dict[str, Any]:
-        """Returns the logs of a step that are no metrics."""
+        """Returns the logs of a step that no metric computes."""
         flat, end = [], len(row)
         for value in reversed(tf.nest.flatten(traced.custom_logs)):
             start = end - value.shape.num_elements()
@@ -163,11 +169,11 @@ class WorkerStep:
         sizes = [len(self._iterations), len(self._scalars), 2 * len(self._seeds)]
         counts, scalars, seeds = tf.split(inputs[3:], sizes)
         counted = [(v, tf.zeros(v.shape, v.dtype)) for v in self._metrics]
-        counted += [(v, tf.cast(counts[place], v.dtype)) for place, v in enumerate(self._iterations)]
-        mapped = [(v, tf.cast(scalars[place], v.dtype)) for place, v in enumerate(self._scalars)]
+        counted += [(v, tf.cast(counts[index], v.dtype)) for index, v in enumerate(self._iterations)]
+        mapped = [(v, tf.cast(scalars[index], v.dtype)) for index, v in enumerate(self._scalars)]
         stride = tf.stack([tf.cast(number, tf.int64) * _SEED_STRIDE, tf.constant(0, tf.int64)])
-        for place, v in enumerate(self._seeds):
-            mapped.append((v, tf.cast(tf.cast(seeds[2 * place : 2 * place + 2], tf.int64) + stride, v.dtype)))
+        for index, v in enumerate(self._seeds):
+            mapped.append((v, tf.cast(tf.cast(seeds[2 * index : 2 * index + 2], tf.int64) + stride, v.dtype)))
         sums = [(v, v.value.read_value()) for v in self._sums]
         if len(self._model.distribute_strategy.cluster.jobs["worker"]) > 1:
             random_seeds.use_entropy_per_worker()
@@ -183,7 +189,7 @@ class WorkerStep:
         if self._predicts:
             self._tracing = TracedStep()
             return result
-        # A log named as a metric is that metric's, unless the step has not updated it.
+        # A log with the name of a metric is that metric's result, unless the step has not updated the metric.
         start = dict((id(v), value) for v, value in counted)
         idle = {
             metric.name
@@ -231,7 +237,7 @@ class WorkerStep:
     def _assign(self, scope: keras.StatelessScope, sums: Sequence[tuple[keras.Variable, tf.Tensor]]) -> None:
         """Assigns to the servers' variables the values that `scope` has recorded.
 
-        To the variables in `sums` it adds the step's change since the values there.
+        Adds to each variable in `sums` the difference between the step's value and the start value in `sums`.
         """
         for variable, start in sums:
             if (new := scope.state_mapping[id(variable)]) is not start:
@@ -256,7 +262,7 @@ class WorkerStep:
                 offset += size
             return row + 1
 
-        # One after the other, as one process would.
+        # Adds the rows sequentially, as one process would.
         tf.while_loop(lambda row: row < tf.shape(rows)[0], one, [0], parallel_iterations=1)
         results = type(self._model).get_metrics_result(self._model)
         now = dict(zip(traced.held, (variable.value.read_value() for variable in self._metrics), strict=True))
@@ -264,7 +270,7 @@ class WorkerStep:
 
     def _check(self, function: tf.types.experimental.ConcreteFunction) -> None:
         names = {id(v.handle): v.name for v in function.graph.variables}
-        for tensor in function.graph.external_captures:  # without the tables, of which each worker has its own
+        for tensor in function.graph.external_captures:  # except lookup tables: each worker has its own
             if tensor.dtype == tf.resource and "/job:ps" not in (tensor.device or ""):
                 if id(tensor) not in names:
                     raise ConfigError(
@@ -279,7 +285,7 @@ class WorkerStep:
 
 
 class _Scope(keras.StatelessScope):
-    """A scope in which variables that are not mapped are themselves, as a tape must see them."""
+    """A scope in which an unmapped variable evaluates to its tf.Variable, which a gradient tape must see."""
 
     def get_current_value(self, variable: keras.Variable) -> Structure:
         value = super().get_current_value(variable)
@@ -288,14 +294,14 @@ class _Scope(keras.StatelessScope):
 
 @dataclasses.dataclass(eq=False)
 class TracedStep:
-    """A step traced for data of one form.
+    """A step that is traced for one specification of data.
 
     Attributes:
-        results: The table to which it writes its counts; None if it returns them.
+        results: The table to which the step writes its counts; None if the step returns them.
         custom_logs: The structure of the logs that no metric computes.
         names: The names of all logs.
-        held: The value of each of the metrics' variables at the step's end, in its graph, by its id.
-        computed: The logs that are computed from `held`.
+        held: The values of the metrics' variables at the end of the step, as tensors of its graph, by the tensor's id.
+        computed: The logs that depend only on `held`.
         count: Adds the counts of steps; returns the metrics and `computed` afterwards.
     """
 
@@ -314,11 +320,11 @@ class TracedStep:
 
 
 class ResultsTable:
-    """Rows on the first server, one for each step in flight: its counts, written by the step and read by the chief.
+    """A table on the first server with a row for each step in flight: the step writes its counts, and the chief reads them.
 
-    If steps returned their results, a worker that dies before its result is fetched would lose it, and fetching would cost two
-    round trips for each step. A row on a server costs the step next to nothing, many are read at once, and a retried step
-    overwrites its own row, so it is counted once.
+    If steps returned their results, the result of a worker that dies before the fetch would be lost. Fetching would also cost two
+    round trips for each step. Writing a row is cheap, the chief reads many rows at once, and a retried step overwrites its own
+    row, so that it counts once.
     """
 
     def __init__(self, rows: int, width: int):
@@ -326,21 +332,21 @@ class ResultsTable:
             with tf.device(_RESULTS_DEVICE):
                 return tf.Variable(tf.zeros([rows, width + 1], tf.float64), trainable=False, name="results")
 
-        # A step may be in tracing, which would take the variable for its own.
+        # While a step is traced, the variable would become part of its graph.
         self._rows = random_seeds.run_in_clean_thread(make)
         self._gather = tf.function(self._read_rows, input_signature=[tf.TensorSpec([None], tf.int32)], autograph=False)
 
     def write(self, attempt_id: tf.Tensor, row: tf.Tensor, numbers: tf.Tensor) -> None:
-        """Writes a step's row, `[width]` float64, in the graph of the step; the other two are scalars, float64."""
-        place = tf.cast(tf.reshape(row, [1]), tf.int64)
-        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], place))
+        """Writes a step's `numbers`, `[width]` float64, in the graph of the step. `attempt_id` and `row` are float64 scalars."""
+        index = tf.cast(tf.reshape(row, [1]), tf.int64)
+        self._rows.scatter_update(tf.IndexedSlices(tf.concat([[attempt_id], numbers], 0)[None], index))
 
     def read(self, attempt_ids: Sequence[int], rows: Sequence[int]) -> list[np.ndarray | None]:
         """Returns the numbers of steps that have ended, `[width]` float64 each.
 
-        None for a step whose row another one has overwritten: one that had been given up, and came late.
+        None for a step whose row was overwritten by a late step, which had been given up.
         """
-        # A function: a single operation would hold Python's lock while it waits, and the watch must go on (`watch.py`).
+        # A tf.function, because a single operation would hold Python's lock while it waits, and block the watch (`watch.py`).
         table_rows = self._gather(tf.constant(rows, tf.int32)).numpy()
         return [
             row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(table_rows, attempt_ids, strict=True)
@@ -361,7 +367,7 @@ def run_outside_strategy_scope(function: Callable[[], Any]) -> Any:
 
 
 def to_python(value: Any) -> Any:
-    """Returns a number of the logs as Python's, an array of several, or a dict of them."""
+    """Converts logs: a scalar to a float, several numbers to an array, and the values of a dict."""
     if isinstance(value, dict):
         return {name: to_python(item) for name, item in value.items()}
     value = value.numpy() if isinstance(value, tf.Tensor) else value

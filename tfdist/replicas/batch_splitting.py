@@ -1,8 +1,8 @@
-"""Splits batches among replicas, so that none is without an example.
+"""The split of batches among replicas, so that every replica has an example.
 
-TensorFlow splits a batch by rounding up, and gives the last replicas none: 33 examples over 8 replicas as 5, 5, 5, 5, 5, 5, 3, 0.
-Convolutions, pooling and recurrent layers fail on none, and means become NaN. Here every replica has the same number, or one
-more; where there are fewer examples than replicas, it has one that does not count.
+TensorFlow rounds the parts of a batch up, so that the last replicas may have no examples. 33 examples over 8 replicas become
+5, 5, 5, 5, 5, 5, 3, 0. Convolutions, pooling and recurrent layers fail on an empty batch, and means become NaN. Here the
+parts differ by at most one example, and a replica without examples gets a padding example that does not count.
 """
 
 from __future__ import annotations
@@ -23,9 +23,10 @@ class SplitBatch(NamedTuple):
     """A replica's part of a batch.
 
     Attributes:
-        batch: Its examples, in the structure of the data: at least one.
-        counts: int64 `[1, 3]`: its examples that count, those of all replicas, the replicas that have some. Where the others
-            are not known, `[1, 2]`: its examples that count, and whether there are any. None if all count.
+        batch: The replica's examples, at least one, in the structure of the data.
+        counts: int64 `[1, 3]`: the replica's examples that count, the examples of all replicas, and the replicas with examples.
+            `[1, 2]` if the other replicas are unknown: the replica's examples that count, and 1 if there are any, else 0. None
+            if all examples count.
     """
 
     batch: Structure
@@ -33,7 +34,7 @@ class SplitBatch(NamedTuple):
 
 
 def examples(batch: Structure) -> tf.Tensor | int | None:
-    """Returns the number of examples in a batch: an int where it is known while a step is traced, None where there are none."""
+    """Returns the number of examples in a batch: an int if it is static in a trace, None without a batch axis."""
     first = next((v for v in tf.nest.flatten(batch) if v is not None), None)
     if isinstance(first, tf.RaggedTensor):
         return first.nrows()
@@ -41,7 +42,8 @@ def examples(batch: Structure) -> tf.Tensor | int | None:
         return first.dense_shape[0]
     if first is None or not first.shape.rank:
         return None
-    known = first.shape[0] is not None and not tf.executing_eagerly()  # which knows each replica's own alone
+    # An eager shape has the size of this replica only.
+    known = first.shape[0] is not None and not tf.executing_eagerly()
     return int(first.shape[0]) if known else tf.shape(first)[0]
 
 
@@ -52,20 +54,20 @@ def without_optionals(data: Structure) -> Structure:
 
 
 def is_splittable(spec: Spec) -> bool:
-    """Returns whether elements of a dataset are batches of rows that can be taken apart."""
+    """Returns whether a dataset's elements are batches that can be split by rows."""
     specs = tf.nest.flatten(spec)
     kinds = (tf.TensorSpec, tf.RaggedTensorSpec, tf.SparseTensorSpec)
-    return bool(specs) and all(isinstance(each, kinds) and each.shape.rank for each in specs)
+    return bool(specs) and all(isinstance(s, kinds) and s.shape.rank for s in specs)
 
 
 def static_batch_size(spec: Spec) -> int | None:
-    """Returns the number of examples that every batch of a dataset has, None where that is not known."""
-    sizes = {each.shape[0] for each in tf.nest.flatten(spec)}
+    """Returns the number of examples in every batch of a dataset; None if it is unknown."""
+    sizes = {s.shape[0] for s in tf.nest.flatten(spec)}
     return sizes.pop() if len(sizes) == 1 else None
 
 
 def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int]) -> tf.data.Dataset:
-    """Splits each batch of a dataset, for all replicas, evenly and in order. Returns `SplitBatch`es: for each batch, those `parts` in turn."""
+    """Splits each batch evenly among all replicas, in order. Returns a dataset with the `parts` of each batch in turn."""
 
     @tf.autograph.experimental.do_not_convert
     def take(part: tf.Tensor, *element: Structure) -> SplitBatch:
@@ -86,12 +88,12 @@ def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int])
 
 
 def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Makes a worker's dataset, of batches for one replica each, go on with an example that does not count.
+    """Makes a worker's dataset, of batches for one replica each, continue with a padding example that does not count.
 
-    The dataset of `SplitBatch` is endless: when the counts of all replicas are 0, all workers have come to their end.
+    The dataset of `SplitBatch`es is infinite: when the counts of all replicas are 0, the data of all workers have ended.
     """
     spec = dataset.element_spec
-    nothing = tf.nest.map_structure(_nothing, spec)
+    empty = tf.nest.map_structure(_empty_component, spec)
 
     @tf.autograph.experimental.do_not_convert
     def counted(*element: Structure) -> SplitBatch:
@@ -100,61 +102,63 @@ def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
         return SplitBatch(batch, tf.stack([[size, tf.cast(size > 0, tf.int64)]]))
 
     @tf.autograph.experimental.do_not_convert
-    def never_none(last: tf.Tensor, dealt: Structure) -> tuple[Structure, SplitBatch]:
+    def or_last_example(last: tf.Tensor, dealt: Structure) -> tuple[Structure, SplitBatch]:
         batch, counts = dealt
-        found = tf.cond(counts[0, 0] > 0, lambda: (flat(rows_of(batch, 0, 1)), flat(batch)), lambda: (last, last))
-        return found[0], SplitBatch(tf.nest.pack_sequence_as(spec, found[1], expand_composites=True), counts)
+        example, components = tf.cond(
+            counts[0, 0] > 0, lambda: (flat(rows_of(batch, 0, 1)), flat(batch)), lambda: (last, last)
+        )
+        return example, SplitBatch(tf.nest.pack_sequence_as(spec, components, expand_composites=True), counts)
 
     def flat(batch: Structure) -> tuple[tf.Tensor, ...]:  # `scan` takes no sparse or ragged tensors
         return tuple(tf.nest.flatten(batch, expand_composites=True))
 
-    end = tf.data.Dataset.from_tensors(SplitBatch(nothing, tf.constant([[0, 0]], tf.int64))).repeat()
-    return dataset.map(counted).concatenate(end).scan(flat(nothing), never_none)
+    end = tf.data.Dataset.from_tensors(SplitBatch(empty, tf.constant([[0, 0]], tf.int64))).repeat()
+    return dataset.map(counted).concatenate(end).scan(flat(empty), or_last_example)
 
 
 def count_examples(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> tf.Tensor:
-    """Returns `[examples of all replicas, replicas that have some]`, int64, outside of replicas.
+    """Returns `[examples of all replicas, replicas with examples]`, int64. Outside of replicas.
 
-    A collective where no replica knows the others' (see `repeat_empty_batches`). Raises InvalidArgumentError, with `ENDED_EARLY`, where TensorFlow
-    has nothing for this worker, and something for another one.
+    A collective if the replicas do not know each other's counts (see `repeat_empty_batches`). Raises InvalidArgumentError with
+    `ENDED_EARLY` if TensorFlow has no data for this worker, but has data for another one.
     """
-    mine = strategy.experimental_local_results(dealt.counts)[0]
-    if mine.shape[1] == 3:
-        with tf.control_dependencies([tf.debugging.Assert(tf.shape(mine)[0] > 0, [ENDED_EARLY])]):
-            return tf.identity(mine)[0, 1:]
+    local_counts = strategy.experimental_local_results(dealt.counts)[0]
+    if local_counts.shape[1] == 3:
+        with tf.control_dependencies([tf.debugging.Assert(tf.shape(local_counts)[0] > 0, [ENDED_EARLY])]):
+            return tf.identity(local_counts)[0, 1:]
     return strategy.reduce(tf.distribute.ReduceOp.SUM, dealt.counts, axis=None)[0]
 
 
 def is_over(batch: Structure, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether no replica has an example of a batch of a distributed iterator: the data of all workers have ended.
+    """Returns whether no replica has an example in a distributed iterator's batch: the data of all workers have ended.
 
-    A collective, as `count_examples`.
+    A collective, like `count_examples`.
     """
     return isinstance(batch, SplitBatch) and int(count_examples(batch, strategy)[0]) == 0
 
 
 def is_own(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a batch was made of each worker's own data, so that none knows the others' rows."""
+    """Returns whether a batch comes from each worker's own data, so that workers do not know each other's rows."""
     return bool(strategy.experimental_local_results(dealt.counts)[0].shape[1] == 2)
 
 
 def local_rows(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> list[int]:
-    """Returns how many rows of a batch count, of each replica of this worker. Outside of replicas, eagerly."""
+    """Returns, for each replica of this worker, the number of rows that count. Outside of replicas, eagerly."""
     return [int(counts[0, 0]) for counts in strategy.experimental_local_results(dealt.counts)]
 
 
 def part_of_batch(batch: Structure, strategy: tf.distribute.Strategy) -> SplitBatch:
-    """Returns this replica's part of a batch that all replicas are given. In a replica."""
+    """Returns this replica's part of a batch that all replicas receive. In a replica."""
     return _part(batch, _replica(), num_replicas(strategy))
 
 
 def counted_rows(outputs: Structure, dealt: SplitBatch) -> Structure:
-    """Returns those of a replica's outputs that are of examples that count."""
+    """Returns a replica's outputs for the examples that count."""
     return outputs if dealt.counts is None else rows_of(outputs, 0, dealt.counts[0, 0])
 
 
-def place_in_batch(strategy: tf.distribute.Strategy, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns which of `size` examples is the first of this replica's even part, from 0, and `size`. In a replica."""
+def position_in_batch(strategy: tf.distribute.Strategy, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the index among `size` examples of the first one in this replica's even part, and `size`. In a replica."""
     part, replicas = tf.cast(_replica(), tf.int64), num_replicas(strategy)
     size = tf.cast(size, tf.int64)
     return part * (size // replicas) + tf.minimum(part, size % replicas), size
@@ -167,18 +171,18 @@ def _replica() -> tf.Tensor:
 def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Makes the batch size of a dataset unknown.
 
-    Where batches have a fixed size, TensorFlow leaves out a last step in which some replica has none.
+    If batches have a fixed size, TensorFlow skips a last step in which a replica has no examples.
     """
 
     @tf.autograph.experimental.do_not_convert
-    def each(*element: Structure) -> Structure:
+    def relax(*element: Structure) -> Structure:
         return relax_size(batch_of(dataset, element))
 
-    return dataset.map(each)
+    return dataset.map(relax)
 
 
 def relax_size(batch: Structure) -> Structure:
-    """Returns a batch of which the trace does not know the size, so that it is no constant there."""
+    """Returns a batch whose size is unknown to the trace, so that the size is not a constant there."""
 
     def relaxed(tensor: tf.Tensor) -> Structure:
         if isinstance(tensor, tf.RaggedTensor):
@@ -209,13 +213,13 @@ def _part(batch: Structure, part: tf.Tensor, replicas: int) -> SplitBatch:
     # The first `longer_parts` parts have one example more, so this one begins after `min(part, longer_parts)` of these.
     count = shortest + tf.cast(part < longer_parts, tf.int64)
     begin = tf.where(count > 0, part * shortest + tf.minimum(part, longer_parts), 0)
-    # At least one row, as convolutions, pooling and recurrent layers fail without; `count` is 0 then, so it has no weight.
+    # Take at least one row, because convolutions, pooling and recurrent layers fail on none. `count` 0 gives it no weight.
     rows = rows_of(batch, begin, begin + tf.maximum(count, 1))
     return SplitBatch(rows, tf.stack([[count, size, tf.minimum(size, replicas)]]))
 
 
 def rows_of(batch: Structure, begin: tf.Tensor, end: tf.Tensor) -> Structure:
-    """Returns the examples from `begin` up to, but not, `end`."""
+    """Returns the examples from `begin` (inclusive) to `end` (exclusive)."""
 
     def take(values: Structure) -> Structure:
         if not isinstance(values, tf.SparseTensor):
@@ -229,7 +233,7 @@ def rows_of(batch: Structure, begin: tf.Tensor, end: tf.Tensor) -> Structure:
     return tf.nest.map_structure(take, batch)
 
 
-def _nothing(spec: Spec) -> Structure:
+def _empty_component(spec: Spec) -> Structure:
     shape = [0, *(size or 0 for size in spec.shape[1:])]
     if isinstance(spec, tf.SparseTensorSpec):
         return tf.SparseTensor(tf.zeros([0, len(shape)], tf.int64), tf.zeros([0], spec.dtype), shape)

@@ -1,7 +1,7 @@
-"""Weights that say how the replicas' values become one: `add_weight(aggregation="sum")` and `aggregation="only_first_replica"`.
+"""Weights with a declared aggregation of the replicas' values: `add_weight(aggregation="sum")` and `aggregation="only_first_replica"`.
 
-Within a step each replica assigns its own copy, and reads it: a collective for each assignment would hang in a condition, and Keras adds
-by `assign(self + value)`, of which TensorFlow would count the old value once per replica. At the end of the step the copies become one.
+Within a step each replica assigns and reads its own copy. A collective for each assignment would hang in a condition. And Keras adds by
+`assign(self + value)`, where TensorFlow would add the old value once per replica. At the end of the step the copies are combined.
 """
 
 from __future__ import annotations
@@ -34,9 +34,9 @@ _NOT_COMBINED = (
 
 
 def declare(strategy: Strategy, variable: tf.Variable, kind: Kind, name: str) -> None:
-    """Records the declared aggregation of a weight with a copy on each replica. A replica may assign it within `combining` alone. In place.
+    """Records the declared aggregation of a weight with a copy on each replica, in place.
 
-    A mean needs nothing further (see `MovingStatistics`). `name` is for messages.
+    Replicas may assign the weight only within `combining`, except if it is a mean (see `MovingStatistics`). `name` is for messages.
     """
     setattr(variable, _KIND, kind)
     if kind == "mean":
@@ -61,9 +61,9 @@ def declared(variable: tf.Variable) -> Kind | None:
 
 
 def combined_variables(model: keras.Model, trains: bool = True) -> list[tf.Variable]:
-    """Returns a model's variables whose copies become one at the end of each step.
+    """Returns a model's variables whose copies are combined at the end of each step.
 
-    Means become one at the end of steps that do not train, as only training has them averaged when they are read (see
+    Means are combined only after steps that do not train; after training they are averaged when they are read (see
     `MovingStatistics.synchronized`).
     """
     kinds = ("sum", "only_first_replica") if trains else ("sum", "only_first_replica", "mean")
@@ -78,8 +78,8 @@ def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[
     `"mean"`: the mean over the replicas that have examples.
 
     Yields:
-        A function to call after the step, a collective if the model has such weights. It takes how many examples each replica had, a
-        value per replica, or None if all had some: a replica without examples changes nothing.
+        A function to call after the step, a collective if the model has such weights. Its argument is the number
+        of examples of each replica, or None if all replicas have examples: a replica without examples changes nothing.
     """
     variables = combined_variables(model, trains) if num_replicas(strategy) > 1 else []
     if not variables:
@@ -89,10 +89,10 @@ def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[
     before = [[component.read_value() for component in local(variable)] for variable in variables]
 
     def combine(counts: Structure) -> None:
-        some = (
+        has_examples = (
             [True] * len(before[0]) if counts is None else [tf.reshape(count, [-1])[0] > 0 for count in local(counts)]
         )
-        changes = [_changes(strategy, *pair, some) for pair in zip(variables, before, strict=True)]
+        changes = [_changes(strategy, *pair, has_examples) for pair in zip(variables, before, strict=True)]
         for variable, old, total in zip(variables, before, _sums(strategy, variables, changes), strict=True):
             for component, value in zip(local(variable), old, strict=True):
                 with tf.device(component.device):
@@ -106,12 +106,12 @@ def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[
 
 
 def _changes(
-    strategy: Strategy, variable: tf.Variable, before: Sequence[tf.Tensor], some: Sequence[tf.Tensor | bool]
+    strategy: Strategy, variable: tf.Variable, before: Sequence[tf.Tensor], has_examples: Sequence[tf.Tensor | bool]
 ) -> list[tf.Tensor]:
-    """Returns the increments of this process's replicas to a sum over all, flat. A mean's last number counts the replicas."""
+    """Returns what each replica of this process adds to the sum over all replicas, flat. For a mean, the last element counts the replicas."""
     changes = []
     components = strategy.experimental_local_results(variable)
-    for number, component, old, has in zip(strategy.local_replicas, components, before, some, strict=True):
+    for number, component, old, has in zip(strategy.local_replicas, components, before, has_examples, strict=True):
         with tf.device(component.device):
             wire = _wire(variable.dtype)
             new, old = (tf.reshape(tf.cast(values, wire), [-1]) for values in (component.read_value(), old))
@@ -136,19 +136,19 @@ def _combined(kind: Kind | None, before: tf.Tensor, total: tf.Tensor) -> tf.Tens
 
 
 def _sums(strategy: Strategy, variables: Sequence[tf.Variable], changes: Sequence[list[tf.Tensor]]) -> list[tf.Tensor]:
-    """Returns the sum of each variable's changes over all replicas, by one collective for each type."""
+    """Returns the sum of each variable's changes over all replicas, by one collective for each dtype."""
     sums: dict[int, tf.Tensor] = {}
     for wire in dict.fromkeys(_wire(variable.dtype) for variable in variables):
-        places = [place for place, variable in enumerate(variables) if _wire(variable.dtype) == wire]
-        packed = [tf.concat(parts, 0) for parts in zip(*(changes[place] for place in places), strict=True)]
+        indices = [index for index, variable in enumerate(variables) if _wire(variable.dtype) == wire]
+        packed = [tf.concat(parts, 0) for parts in zip(*(changes[index] for index in indices), strict=True)]
         total = strategy.reduce(tf.distribute.ReduceOp.SUM, regroup(tuple(packed)), axis=None)
-        sizes = [variables[place].shape.num_elements() + (declared(variables[place]) == "mean") for place in places]
-        sums |= dict(zip(places, tf.split(total, sizes), strict=True))
-    return [sums[place] for place in range(len(variables))]
+        sizes = [variables[index].shape.num_elements() + (declared(variables[index]) == "mean") for index in indices]
+        sums |= dict(zip(indices, tf.split(total, sizes), strict=True))
+    return [sums[index] for index in range(len(variables))]
 
 
 def _wire(dtype: tf.DType) -> tf.DType:
-    """Returns the type in which values of a type are summed, which holds each of them exactly."""
+    """Returns the dtype in which values of `dtype` are summed, which represents each of them exactly."""
     if dtype.is_floating:
         return tf.float64 if dtype == tf.float64 else tf.float32
     return tf.int64

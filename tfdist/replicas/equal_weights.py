@@ -1,9 +1,9 @@
-"""Weights that Keras gives no aggregation must be equal on all replicas: counts, and trainable weights that a step updates by hand.
+"""Checks of weights without an aggregation, which must be equal on all replicas: counts, and trainable weights that a step updates by hand.
 
-TensorFlow lets each replica assign its own copy, from its own part of the batch, and reads one of them. A count that depends on the
-data would be that of one replica, also where all have equally many examples: that is refused when the step is traced. Other
+Each replica assigns its own copy, from its own part of the batch, and TensorFlow reads one of the copies. A count that depends on the
+data would be the count of one replica, even if all have the same number of examples. Tracing such a step raises ConfigError. Other
 weights are compared after the first step and after each epoch. Untrained floating-point weights are averaged (`MovingStatistics`), which is
-right for a moving mean: a class that assigns one a value that depends on the data, without a declared aggregation, gets a warning.
+right for a moving mean. If a class assigns such a weight a value that depends on the data, without a declared aggregation, a warning is logged.
 """
 
 from __future__ import annotations
@@ -24,11 +24,10 @@ from tfdist.runtime.log import logger
 from tfdist.strategy import Strategy
 
 _ASSIGNED = "_tfdist_assigned_on_replica"  # an attribute of guarded variables
-EQUAL_ON_REPLICAS = (
-    "tfdist_whole_batch"  # names operations whose results are the same on all replicas, though they depend on data
-)
+# Names operations whose results are equal on all replicas, though they depend on data.
+EQUAL_ON_REPLICAS = "tfdist_whole_batch"
 _READS = ("ReadVariableOp", "VarHandleOp")
-_ROUNDING = 1e-5  # devices of different kinds may part by it
+_ROUNDING = 1e-5  # relative and absolute difference that devices of different kinds may cause
 
 _COUNT = (
     "The integer weight {} is assigned a value that depends on the data, and each replica would keep its own value. Create it with "
@@ -47,9 +46,9 @@ _BY_HAND = (
 
 
 def guard(strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable]) -> bool:
-    """Makes weights without an aggregation note that a replica assigns them, and integers raise if that depends on data. In place.
+    """Makes weights without an aggregation record that replicas assign them, in place; integers raise if the value depends on data.
 
-    Returns whether there are integers among them: the step must then be traced with an unknown batch size, as a known one is a constant.
+    Returns whether there are integer weights. The step must then be traced with an unknown batch size: a known size is a constant.
     """
     integers = False
     for weight in weights:
@@ -81,9 +80,9 @@ def _guarded(strategy: tf.distribute.Strategy, weight: keras.Variable, own: Func
 
 
 def _depends_on_data(values: Iterable[object]) -> bool:
-    """Returns whether one of the values comes from an argument of a traced function, from an iterator, or from anything else stateful.
+    """Returns whether a value depends on an argument of a traced function, on an iterator or on another stateful operation.
 
-    Values from the whole batch are equal on all replicas, and do not count.
+    Values of the whole batch are equal on all replicas, and do not count.
     """
     pending, seen = list(values), set()
     while pending:
@@ -106,10 +105,10 @@ def _depends_on_data(values: Iterable[object]) -> bool:
 
 
 def watch_averages(strategy: Strategy, model: keras.Model) -> bool:
-    """Makes untrained floating-point weights of custom classes note if a replica assigns them a value that depends on the data. In place.
+    """Makes untrained floating-point weights of custom classes record assignments of values that depend on the data, in place.
 
-    Weights with a declared aggregation, and those of Keras' own layers, are left alone. Returns whether there are such weights: the step must then
-    be traced with an unknown batch size, as of `guard`.
+    Skips weights with a declared aggregation and weights of Keras' own layers. Returns whether it found other weights: the step must then be
+    traced with an unknown batch size, as for `guard`.
     """
     watched = False
     if num_replicas(strategy) == 1:
@@ -147,7 +146,7 @@ def _watched(strategy: Strategy, name: str, own: Function) -> Function:
 
 
 def warn_of_averages(strategy: Strategy) -> None:
-    """Logs, once and on the first rank, the weights that `watch_averages` has noticed."""
+    """Warns, once and on the first rank, of the weights that `watch_averages` has recorded."""
     noticed = strategy.statistics.undeclared
     if new := [name for name, warned in noticed.items() if not warned]:
         noticed |= dict.fromkeys(new, True)
@@ -157,7 +156,7 @@ def warn_of_averages(strategy: Strategy) -> None:
 
 
 def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable]) -> None:
-    """Raises ConfigError, which names them, if this process's replicas hold different values of weights that they have assigned."""
+    """Raises ConfigError if this process's replicas hold different values of weights that they assigned; names these weights."""
     faults = []
     for weight in weights:
         if not getattr(weight.value, _ASSIGNED, False):

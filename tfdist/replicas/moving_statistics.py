@@ -1,4 +1,4 @@
-"""`MovingStatistics`: the variables of which each replica keeps its own value, and when they are averaged."""
+"""Variables of which each replica keeps its own value, and their average over the replicas."""
 
 from __future__ import annotations
 
@@ -13,15 +13,15 @@ from tfdist.strategy import Strategy
 
 
 class MovingStatistics:
-    """BatchNorm's moving statistics and their like, under a strategy with a copy of the variables on each replica.
+    """BatchNorm's moving statistics and similar variables, under a strategy with a copy on each replica.
 
-    Between steps each replica keeps its own (`VariableSynchronization.ON_READ`). Reading one outside of a replica takes
-    the mean over all replicas, which under several workers is a collective: it hangs where one worker does it alone.
+    Between steps each replica keeps its own value (`VariableSynchronization.ON_READ`). Reading a variable outside of a replica
+    averages it over all replicas. With several workers this is a collective, which hangs if one worker reads alone.
 
     Attributes:
         synchronized: Whether all replicas are known to hold the same values, so that reading them needs no peer.
-        undeclared: Weights that are assigned a value that depends on the data without declaring that they are averaged, and whether the user has
-            been warned of it (see `equal_weights`).
+        undeclared: Weights without a declared aggregation that are assigned values that depend on the data, and whether the user has been
+            warned of them (see `equal_weights`).
     """
 
     def __init__(self, strategy: Strategy):
@@ -32,14 +32,14 @@ class MovingStatistics:
         # Numbered in the order of their creation, which is the same on all workers.
         self._refs: dict[int, weakref.ref[tf.Variable]] = {}
         self._numbers = itertools.count()
-        self._averaged: tuple[int, ...] = ()  # what `_average` was compiled for
+        self._averaged: tuple[int, ...] = ()  # the numbers of the variables for which `_average` was traced
         self._average: Callable[[], None] = self._average_all
         self._sum = tf.function(
             lambda values: strategy.reduce(tf.distribute.ReduceOp.SUM, values, axis=None), autograph=False
         )
 
     def add(self, variable: tf.Variable) -> None:
-        """Takes a variable in, until nobody uses it any more."""
+        """Adds a variable, until it is garbage-collected."""
         self._refs[next(self._numbers)] = weakref.ref(variable)
 
     def __contains__(self, variable: object) -> bool:
@@ -52,11 +52,12 @@ class MovingStatistics:
     def synchronize(self) -> None:
         """Sets every replica's values to their mean over all replicas.
 
-        A collective: under several workers, every worker must call it. From then until `desynchronize` reading is
+        A collective: under several workers, every worker must call it. Until `desynchronize`, reads are
         local, so that one worker alone may save the model.
         """
         if self._refs and not self.synchronized:
-            living = self.variables()  # held, so that none dies on one worker alone before this is over
+            # References, so that no variable is collected on one worker before this method returns.
+            living = self.variables()
             self._drop_deleted_variables()
             names = tuple(self._refs)
             if self._averaged != names:
@@ -67,15 +68,15 @@ class MovingStatistics:
         self.synchronized = True
 
     def desynchronize(self) -> None:
-        """Says that replicas may have changed their values since `synchronize`."""
+        """Records that replicas may have changed their values since `synchronize`."""
         self.synchronized = False
 
     @contextlib.contextmanager
     def caller_marks_changes(self) -> Iterator[None]:
-        """Makes the caller say `desynchronize` after training steps.
+        """Makes the caller responsible for calling `desynchronize` after training steps.
 
-        Elsewhere any pass over data may train, and invalidates `synchronize`. In here a callback may evaluate, and
-        another one then save the model on the chief alone.
+        Outside of this context any pass over data may train, and invalidates `synchronize`. Within it a callback may
+        evaluate, and another callback may then save the model on the chief alone.
         """
         self._managed += 1
         try:
@@ -84,7 +85,7 @@ class MovingStatistics:
             self._managed -= 1
 
     def mark_possibly_changed(self) -> None:
-        """Says that replicas will run something that may be a training step."""
+        """Calls `desynchronize` before a function that may be a training step, except within `caller_marks_changes`."""
         if not self._managed:
             self.desynchronize()
 
@@ -92,7 +93,7 @@ class MovingStatistics:
         self.average(self.variables())
 
     def average(self, variables: Sequence[tf.Variable]) -> None:
-        """Sets every replica's values of some of the variables to their mean over all replicas. A collective."""
+        """Sets every replica's values of `variables` to their mean over all replicas. A collective."""
         local = self._strategy.experimental_local_results
         for dtype in dict.fromkeys(variable.dtype for variable in variables):  # TensorFlow packs them together
             same = [variable for variable in variables if variable.dtype == dtype]
@@ -104,9 +105,9 @@ class MovingStatistics:
                     component.assign(value)
 
     def _drop_deleted_variables(self) -> None:
-        """Drops the variables of models that are gone, once they are so on all workers.
+        """Drops the variables that are garbage-collected on all workers.
 
-        Python's garbage collector frees a model on one worker earlier than on another, but all must average the same.
+        Python may free a model on one worker earlier than on another, but all workers must average the same variables.
         """
         alive = [ref() is not None for ref in self._refs.values()]
         if self._strategy.traits.several_processes:

@@ -1,4 +1,4 @@
-"""Cuts the batches of a worker's own dataset into parts for its replicas."""
+"""The split of a worker's own batches into parts for its replicas."""
 
 from __future__ import annotations
 
@@ -11,12 +11,14 @@ from tfdist.replicas import batch_splitting
 def split_own_batches(
     dataset: tf.data.Dataset, size: int | None, workers: int, replicas: int, pieces: int
 ) -> tf.data.Dataset:
-    """Cuts each batch of the global size into pieces, one for a step, and each piece into even parts for the worker's replicas.
+    """Splits each batch of the global size into pieces, one per step, and each piece into even parts for the worker's replicas.
 
-    A piece has a batch's size by the number of workers, rounded up; the last piece of a batch may have fewer rows. Pieces never
-    join rows of two batches, which may be padded to different lengths. The parts, of which some may be empty, come as successive elements.
+    A piece has the batch size divided by the number of workers, rounded up; the last piece of a batch may have fewer rows. No
+    piece joins rows of two batches, which may be padded to different lengths. The parts, some of which may be empty, are successive
+    elements of the result.
 
-    `size` is the number of rows of full batches (None: of each batch), `pieces` that of pieces of the whole dataset, or a negative cardinality.
+    `size` is the number of rows in a full batch; None means each batch's own. `pieces` is the number of pieces in the dataset, or a
+    negative cardinality.
     """
 
     @tf.autograph.experimental.do_not_convert
@@ -28,11 +30,11 @@ def split_own_batches(
 
         @tf.autograph.experimental.do_not_convert
         def part(number: tf.Tensor) -> Structure:
-            begin, which = number // replicas * piece, number % replicas
+            begin, replica = number // replicas * piece, number % replicas
             own_rows = tf.minimum(piece, rows - begin)
-            begin += which * (own_rows // replicas) + tf.minimum(which, own_rows % replicas)
+            begin += replica * (own_rows // replicas) + tf.minimum(replica, own_rows % replicas)
             return batch_splitting.rows_of(
-                batch, begin, begin + own_rows // replicas + tf.cast(which < own_rows % replicas, tf.int64)
+                batch, begin, begin + own_rows // replicas + tf.cast(replica < own_rows % replicas, tf.int64)
             )
 
         return tf.data.Dataset.range(-(-rows // piece) * replicas).map(part)

@@ -1,8 +1,8 @@
-"""Random numbers that differ between replicas, and are the same in each run with the same seed.
+"""Random numbers that differ between replicas and are equal in all runs with the same seed.
 
-- `tf.random.*` and `tf.nn.dropout` take their seed from the graph that is traced. `replica_seed` moves it.
+- `tf.random.*` and `tf.nn.dropout` take their seed from the graph that is traced. `replica_seed` changes it for each replica.
 - `keras.random.*` without a seed draws from a generator of the thread, and each replica is traced in a new thread.
-  `GlobalSeedGenerator` takes its place.
+  `GlobalSeedGenerator` replaces it.
 - A seed generator has a state on each replica. `assign_seed` keeps the states apart.
 """
 
@@ -20,18 +20,18 @@ import tensorflow as tf
 from tfdist.aliases import Structure
 from tfdist.compat import keras_internals, tf_internals
 
-# Added to a seed once per replica. Odd and large, so that the seeds of two layers, which Keras draws below 1e9, do not
-# meet by being counted up.
+# Added to a seed once per replica. Odd and large, so that the seeds of two layers, which Keras draws below 1e9, stay
+# different on all replicas.
 SEED_STRIDE = 0x5851F42D
 _DEPTH_STRIDE = 0x2545F491  # added once per enclosing graph: TensorFlow numbers the operations of each graph from 0
 
 
 @contextlib.contextmanager
 def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
-    """Moves TensorFlow's seed to that of `replica`, numbered among all, while a step is traced, or runs eagerly.
+    """Sets TensorFlow's seed to the seed of `replica` while a step is traced or runs eagerly.
 
-    Does nothing where no seed is set: TensorFlow draws from the system's entropy there. Its value moves the traced graph's seed to that of another
-    replica, in the graph of the step. Each replica counts its own random operations, whichever replicas are traced in the same graph.
+    Does nothing if no seed is set, because TensorFlow then draws from the system's entropy. Yields a function that sets the traced graph's
+    seed to that of another replica, in the graph of the step. Each replica counts its own random operations, whichever replicas are traced in the same graph.
     """
     holder = tf_internals.seed_holder()
     seed = tf_internals.get_seed(holder)
@@ -56,21 +56,21 @@ def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
 
 
 class GlobalSeedGenerator:
-    """Takes the place of the global generator from which `keras.random.*` draws without a seed.
+    """A replacement of the global generator from which `keras.random.*` draws without a seed.
 
-    For the replicas it makes its `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would make one in
-    each replica's thread, where no variable can be created. Outside of the replicas it draws from another one, which is this
-    process's own: one worker may draw alone, and must not wait for the others then, which would take its message for another one.
+    For the replicas it creates a `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would create one in
+    each replica's thread, where variables cannot be created. Outside of the replicas it draws from a generator of this process.
+    One worker may draw alone there: a collective would wait for the other workers, or be matched with another collective.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
         self._strategy = strategy
-        self._made: keras.random.SeedGenerator | None = None
+        self._shared: keras.random.SeedGenerator | None = None
         self._own: keras.random.SeedGenerator | None = None
 
     @classmethod
     def for_current_thread(cls, strategy: tf.distribute.Strategy) -> GlobalSeedGenerator:
-        """Returns this thread's, made anew after `set_random_seed` or `clear_session`, or for another strategy."""
+        """Returns this thread's generator; a new one after `set_random_seed`, `clear_session` or a change of strategy."""
         generator = keras_internals.global_generator()
         if not isinstance(generator, cls) or generator._strategy is not strategy:
             generator = cls(strategy)
@@ -82,7 +82,7 @@ class GlobalSeedGenerator:
         keras_internals.set_global_generator(self)
 
     def next(self, ordered: bool = True) -> tf.Tensor:
-        """Returns the next seed, another one on each replica."""
+        """Returns the next seed, which differs between replicas."""
         if tf.distribute.get_strategy() is not self._strategy or tf.distribute.in_cross_replica_context():
             if self._own is None:
                 self._own = run_in_clean_thread(keras.random.SeedGenerator)
@@ -90,10 +90,10 @@ class GlobalSeedGenerator:
         return self.generator(makes=True).next(ordered)
 
     def generator(self, makes: bool) -> Any:
-        """Returns the seed generator that it draws from, or None if there is none yet, and `makes` is False."""
-        if self._made is None and makes:
-            self._made = run_in_clean_thread(self._make)
-        return self._made
+        """Returns the replicas' seed generator. Before the first draw, creates it if `makes`, else returns None."""
+        if self._shared is None and makes:
+            self._shared = run_in_clean_thread(self._make)
+        return self._shared
 
     def _make(self) -> keras.random.SeedGenerator:
         with self._strategy.scope():
@@ -101,7 +101,7 @@ class GlobalSeedGenerator:
 
 
 def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Variable | None:
-    """Returns the state that `keras.random.*` draws from in this thread if it is given no seed; if there is none, None, or one that it makes."""
+    """Returns the state from which `keras.random.*` draws without a seed in this thread. If it does not exist, creates it if `makes`, else returns None."""
     generator = keras_internals.global_generator()
     if strategy.num_replicas_in_sync > 1:
         if makes or isinstance(generator, GlobalSeedGenerator):
@@ -113,9 +113,9 @@ def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Var
 
 
 class StepSeedGenerator:
-    """Takes the place of the global generator in a step that any worker of parameter servers may run, or run again.
+    """A replacement of the global generator in a step that any worker of parameter servers may run or repeat.
 
-    Where `seed` is None, it draws one at the first draw.
+    If `seed` is None, the first draw chooses a random seed.
     """
 
     def __init__(self, number: tf.Tensor, seed: int | None = None):
@@ -132,7 +132,7 @@ class StepSeedGenerator:
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
-        """Makes this the generator of the current thread for a while."""
+        """Makes this the generator of the current thread within the context."""
         before = keras_internals.global_generator()
         keras_internals.set_global_generator(self)
         try:
@@ -142,15 +142,15 @@ class StepSeedGenerator:
 
 
 def use_entropy_per_worker() -> None:
-    """Lets each worker that runs the graph in tracing draw from its system's entropy, also if a seed is set."""
+    """Makes each worker that runs the traced graph draw from its system's entropy, even if a seed is set."""
     tf_internals.set_seed(tf.compat.v1.get_default_graph(), None)
 
 
 def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], value: Structure) -> None:
-    """Assigns a seed generator's state, `[seed, counter]`, from outside of the replicas, and keeps the replicas' seeds apart.
+    """Assigns a seed generator's state, `[seed, counter]`, outside of replicas, and keeps the replicas' seeds different.
 
-    Outside of a replica a state reads as that of this process's first replica. Such a state restores on all replicas the values that
-    they had; any other seed becomes replica 0's, from which the others' are counted up. `replicas` numbers the components' among all.
+    Outside of a replica a state reads as the state of this process's first replica. If `value` has that seed, all replicas keep their
+    seeds. Any other seed becomes that of replica 0, to which the others add multiples of `SEED_STRIDE`. `replicas` are the components' numbers.
     """
     value = tf.cast(value, components[0].dtype)
     stride = tf.constant(SEED_STRIDE, value.dtype)

@@ -1,4 +1,4 @@
-"""The context that a replica's step hands to its losses, layers and optimizers while it is traced."""
+"""The context that a replica's step provides to its losses, layers and optimizers while it is traced."""
 
 from __future__ import annotations
 
@@ -19,29 +19,29 @@ class StepContext:
     """A replica's part of a batch, and its optimizer's use of the gradients.
 
     Attributes:
-        examples: How many examples of this replica count, a scalar; None where that is not known.
-        part: Returns its part of the batch of all replicas; None where there is one replica. Perhaps a collective.
-        rows: How many rows it holds: as many, but 1 where it has no example. None where that is not known.
-        place: Returns which example of the whole batch is its first, from 0, and how many that has, dealt out evenly. None where
-            the replicas have batches of their own.
-        number: Which step of an execution it is, from 0.
-        data: Its part of the batch.
+        examples: The number of this replica's examples that count, a scalar; None if unknown.
+        part: Returns this replica's share of the batch of all replicas; None with one replica. May be a collective.
+        rows: The number of rows in this replica's batch: `examples`, or 1 if there are none. None if unknown.
+        position: Returns the index of this replica's first example in the whole batch, and that batch's size. None if the replicas
+            have batches of their own.
+        number: The index of the step in its execution.
+        data: This replica's part of the batch.
         is_compiled: Whether XLA compiles the step.
         is_alone: Whether there is one replica.
-        optimizer: The one that the model is compiled with.
-        gradient_weight: The factor of this replica's gradients in the sum over all; None means 1.
-        weighs_loss: Whether `optimizer.scale_loss` multiplies the loss by it instead, which costs nothing: if the step is
-            Keras' own, which scales the loss once and applies its gradients once. A step of the user's may scale one loss
-            for two optimizers, or apply gradients of a loss that was not scaled.
-        deferred: Where the arguments of `apply` are kept, instead of being applied; None where they are applied.
+        optimizer: The optimizer that the model is compiled with.
+        gradient_weight: The factor of this replica's gradients in the sum over all replicas; None means 1.
+        weighs_loss: Whether `optimizer.scale_loss` multiplies the loss by `gradient_weight` instead, which costs nothing. This needs
+            Keras' own step, which scales the loss once and applies its gradients once. A custom step may scale one loss for
+            two optimizers, or apply gradients of an unscaled loss.
+        deferred: Collects the arguments of `apply` instead of applying them; None means that they are applied.
         is_applying: Whether an optimizer that reduces first is applying gradients.
-        graph: The graph in which the step is traced, where collectives may be; None where the step runs eagerly.
+        graph: The graph of the step's trace, in which collectives are allowed; None if the step runs eagerly.
     """
 
     examples: tf.Tensor | None
     part: Callable[[], tf.Tensor] = lambda: None
     rows: tf.Tensor | int | None = None
-    place: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None = None
+    position: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None = None
     number: tf.Tensor | int = 0
     data: Structure = None
     is_compiled: bool = False
@@ -66,7 +66,7 @@ def current() -> StepContext | None:
 
 @contextlib.contextmanager
 def running(context: StepContext | None) -> Iterator[None]:
-    """Within it, this is the `current` context; None hides that of the step."""
+    """Makes `context` the `current` one within the block; None hides the step's context."""
     before, _replica.context = current(), context
     try:
         yield

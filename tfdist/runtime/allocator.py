@@ -1,7 +1,7 @@
 """The policy by which this process returns memory to the system. No TensorFlow here.
 
-By default glibc returns each large block as soon as it is freed. A training step frees and takes the same blocks again and again,
-tens of megabytes each, and the system fills each page with zeros anew. So large blocks are kept here.
+By default glibc returns each large block as soon as it is freed. Each training step frees and allocates the same blocks,
+tens of megabytes each, and the system would fill each page with zeros again. So this module keeps freed large blocks in the process.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ def configure_malloc() -> bool:
     """Makes glibc keep freed large blocks, and limits arenas to the number of cores: only the main arena can keep them.
 
     Returns:
-        Whether it does. It does not where the user has chosen (`MALLOC_...`, `GLIBC_TUNABLES`, or another allocator by
-        `LD_PRELOAD`), or where the C library is another one.
+        True if glibc has accepted the settings. False without a change if the user has configured an allocator (`MALLOC_...`,
+        `GLIBC_TUNABLES`, `LD_PRELOAD`), or the C library is not glibc.
     """
     if any(name.startswith("MALLOC_") or name in ("GLIBC_TUNABLES", "LD_PRELOAD") for name in os.environ):
         return False

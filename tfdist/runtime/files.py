@@ -1,6 +1,6 @@
-"""Reads users' files and writes the package's own; no link, FIFO or device there is followed or waited for. No TensorFlow here.
+"""Functions that read users' files and write tfdist's own, safely where a link, FIFO or device has a file's name. No TensorFlow here.
 
-A file that others read is made under another name and renamed (`replacing`); a file written in place is opened by `open_own`.
+A file that others read is written under another name and then renamed (`replacing`); a file written in place is opened by `open_own`.
 """
 
 from __future__ import annotations
@@ -14,26 +14,31 @@ import stat
 import time
 from collections.abc import Iterator
 
-LARGEST = 1 << 26  # bytes of a file that is read as a whole
+LARGEST = 1 << 26  # limit in bytes of a file that is read into memory
 _STREAM_SECONDS = 60.0
-_STREAMS = ("/dev/fd/", "/proc/self/fd/", "/dev/stdin", "/dev/null")  # what a shell makes of `<(command)` and `-`
-_GRAPH_NODE = re.compile(r"\{\{.*?\}\} ?")  # how TensorFlow names an operation before its message
+_STREAMS = (
+    "/dev/fd/",
+    "/proc/self/fd/",
+    "/dev/stdin",
+    "/dev/null",
+)  # what a shell passes for `<(command)`, and programs for `-`
+_GRAPH_NODE = re.compile(r"\{\{.*?\}\} ?")  # TensorFlow's prefix of a message: the operation's name
 _REASON_LENGTH = 120
 
 
 def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
-    """Returns the content of a file; links to files are followed, as mounted tokens and configurations are such links.
+    """Returns the content of a file. It follows links to files, because mounted tokens and configurations are links.
 
     Args:
-        path: The file, or a pipe that a shell passes as one, for whose end it waits 60 s.
+        path: The file, or a pipe that a shell passes as a file; the pipe must end within 60 s.
         most: The largest size, in bytes.
 
     Raises:
-        OSError: It cannot be read, is larger, or is a FIFO, a socket or a device.
+        OSError: The file cannot be read, is larger, or is a FIFO, a socket or a device.
     """
     waits, content = os.fspath(path).startswith(_STREAMS), bytearray()
     limit = time.monotonic() + _STREAM_SECONDS
-    # A FIFO without a writer would not even open.
+    # O_NONBLOCK, because `open` itself would wait for a FIFO's writer.
     with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK), "rb", buffering=0) as file:
         mode = os.fstat(file.fileno()).st_mode
         if not waits and not stat.S_ISREG(mode) and not stat.S_ISDIR(mode):
@@ -42,7 +47,7 @@ def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
             try:
                 part = os.read(file.fileno(), 2**20)
             except BlockingIOError:
-                if not waits:  # the kernel's log, a regular file, waits for more
+                if not waits:  # the kernel's log is a regular file that blocks at its end
                     raise _irregular(path, "one that waits") from None
                 if not select.select([file], [], [], max(limit - time.monotonic(), 0.0))[0]:
                     why = f"its writer has not ended within {_STREAM_SECONDS:g} s"
@@ -56,16 +61,16 @@ def read_file(path: str | os.PathLike[str], most: int = LARGEST) -> bytes:
 
 @contextlib.contextmanager
 def replacing(path: str | os.PathLike[str]) -> Iterator[int]:
-    """Makes a new file under another name, and renames it at the end: a link, a FIFO or a file there is replaced, not opened.
+    """Creates a file under another name and renames it at the end: an existing link, FIFO or file is replaced, not opened.
 
     Yields:
         The descriptor to write to.
 
     Raises:
-        OSError: It cannot be made; the old file is unchanged.
+        OSError: The file cannot be created; the old file is unchanged.
     """
     partial = f"{os.fspath(path)}.partial"
-    with contextlib.suppress(FileNotFoundError):  # of a process that was killed, or planted
+    with contextlib.suppress(FileNotFoundError):  # left by a killed process, or planted
         os.unlink(partial)
     descriptor = os.open(partial, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
     try:
@@ -83,25 +88,25 @@ def write_file(path: str | os.PathLike[str], content: bytes) -> None:
     """Writes a file so that a reader sees the old content or the new one.
 
     Raises:
-        OSError: It cannot be written; the old file is unchanged.
+        OSError: The file cannot be written; the old file is unchanged.
     """
     with replacing(path) as descriptor, open(descriptor, "wb", closefd=False) as file:
         file.write(content)
 
 
 def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int:
-    """Returns the descriptor of a file that this program writes to in place; makes it if it is not there.
+    """Returns the descriptor of a file that this program writes to in place; creates the file if it does not exist.
 
     Args:
         path: The file.
-        flags: Those of `os.open`.
-        mode: The rights of a new file.
+        flags: The flags of `os.open`.
+        mode: The permissions of a new file.
 
     Raises:
-        OSError: It cannot be opened, is a link, a FIFO or anything else than a file, or belongs to a user who owns neither this
+        OSError: The file cannot be opened, is not a regular file (a link, a FIFO), or belongs to a user who owns neither this
             process nor the folder.
     """
-    # Storage of a network may show another number of this user, and then shows it of the folder, too.
+    # Network storage may show another id of this user; it then shows the same id for the folder.
     trusted = (os.geteuid(), os.stat(os.path.dirname(path) or ".").st_uid)
     with contextlib.suppress(FileNotFoundError):
         status = os.lstat(path)
@@ -111,14 +116,14 @@ def open_own(path: str | os.PathLike[str], flags: int, mode: int = 0o666) -> int
             raise _irregular(path, f"one of user {status.st_uid}", "; remove it, if it is not in use")
     descriptor = os.open(path, flags | os.O_CREAT | os.O_NOFOLLOW | os.O_NONBLOCK, mode)
     status = os.fstat(descriptor)
-    if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:  # it has come since
+    if not stat.S_ISREG(status.st_mode) or status.st_uid not in trusted:  # created since the check
         os.close(descriptor)
         raise _irregular(path, "another one", "; remove it")
     return descriptor
 
 
 def check_opens(path: str | os.PathLike[str]) -> None:
-    """Raises an OSError if a file that others open is a FIFO or a socket, for which they would wait."""
+    """Raises an OSError if a file that other code opens is a FIFO or a socket, because that code would block."""
     with contextlib.suppress(FileNotFoundError):
         mode = os.stat(path).st_mode
         if stat.S_ISFIFO(mode) or stat.S_ISSOCK(mode):
@@ -126,7 +131,7 @@ def check_opens(path: str | os.PathLike[str]) -> None:
 
 
 def kind_of(mode: int, path: str | os.PathLike[str] = "") -> str:
-    """Returns the kind of a file in words, of a link at `path` with its target: `"a FIFO"`."""
+    """Returns the kind of a file in words, such as `"a FIFO"`; for a link at `path`, with its target."""
     if stat.S_ISLNK(mode):
         return f"a symbolic link to {os.readlink(path)}" if path else "a symbolic link"
     kinds = {stat.S_IFDIR: "a folder", stat.S_IFIFO: "a FIFO", stat.S_IFSOCK: "a socket", stat.S_IFREG: "a file"}
@@ -142,7 +147,7 @@ class WriteError(OSError):
 
 
 def write_error_reason(error: BaseException) -> str:
-    """Returns why a file could not be written, in a few words: those of the operating system, where it has said them."""
+    """Returns why a file could not be written, in a few words: the operating system's message if there is one."""
     if isinstance(error, WriteError):
         return str(error)
     number = getattr(error, "errno", None)

@@ -1,6 +1,6 @@
 """The wall time of a run by part: each moment of a process belongs to one part. No TensorFlow here.
 
-A process keeps its seconds by part in a file, so that they outlive it: the next process continues the count.
+A process writes its seconds by part to a file, so that the next process can continue the count.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ import psutil
 from tfdist.runtime.files import read_file, replacing, write_error_reason
 from tfdist.runtime.log import logger
 
-# In the order of a table; the first is what is wanted.
+# In the order of the table; only the first part is productive.
 PARTS = ("steps", "input_wait", "startup", "compilation", "validation", "saving", "other", "restarts", "repeated_steps")
 _FORM = struct.Struct(f"<{1 + len(PARTS)}d")
-_KEEP_SECONDS = 0.1  # between two writes of one part; a write for each step would slow short ones
+_KEEP_SECONDS = 0.1  # between two writes of one part; a write for each step would slow down short steps
 
 
 class Record(NamedTuple):
     """The content of a ledger's file.
 
     Attributes:
-        until: The time, by `time.time()`, to which it has been counted.
+        until: The time of the last count, by `time.time()`.
         seconds: Seconds by part.
     """
 
@@ -40,11 +40,11 @@ class Ledger:
     """The seconds of this process by part.
 
     Args:
-        begins: When the first part, `"startup"`, has begun, by `clock`. None means the start of the process.
+        begins: The begin of the first part, `"startup"`, by `clock`. None means the start of the process.
         clock: Returns seconds since the epoch.
 
     Attributes:
-        seconds: Those of the parts that have ended.
+        seconds: Seconds by part, without the current part.
     """
 
     def __init__(self, begins: float | None = None, clock: Callable[[], float] = time.time):
@@ -60,7 +60,7 @@ class Ledger:
         self._kept = 0.0
 
     def switch(self, part: str) -> str:
-        """Ends the current part and begins `part`; returns the one that has ended."""
+        """Ends the current part and begins `part`; returns the part that has ended."""
         now, before = self._clock(), self._part
         self.seconds[before] += max(now - self._since, 0.0)  # a clock may be set back
         self._since, self._part = now, part
@@ -72,19 +72,19 @@ class Ledger:
 
     @contextlib.contextmanager
     def _warning_once(self) -> Iterator[None]:
-        """A full disk costs the table, not the training."""
+        """Warns once of a file's error instead of raising it: a full disk must not end the training."""
         try:
             yield
         except OSError as e:
             if not self._has_warned:
                 self._has_warned = True
                 logger.warning(
-                    f"cannot write {os.fspath(self._path)}: {write_error_reason(e)}; the training goes on, but goodput after a restart counts "
-                    "without the time that could not be written. Free the disk."
+                    f"cannot write {os.fspath(self._path)}: {write_error_reason(e)}; the training continues, but goodput after a restart "
+                    "lacks the time that could not be written. Free the disk."
                 )
 
     def move(self, seconds: float, part: str) -> None:
-        """Counts seconds of the current part, which are known only now, as another part's; before `switch` ends it."""
+        """Attributes seconds of the current part to another part. Call it before `switch` ends the current part."""
         seconds = min(seconds, self._clock() - self._since)
         self.seconds[self._part] -= seconds
         self.seconds[part] += seconds
@@ -107,7 +107,7 @@ class Ledger:
         return dict(self.seconds)
 
     def keep(self, path: str | os.PathLike[str]) -> None:
-        """Keeps the seconds in a file from now on, which replaces the one that is there."""
+        """Writes the seconds to a file from now on; replaces an existing file."""
         self.close()
         self._path = path
         with self._warning_once():
@@ -116,12 +116,12 @@ class Ledger:
             self.switch(self._part)
 
     def go_on(self, before: Record, saved_steps: float, gap: bool) -> None:
-        """Counts on from another process's record.
+        """Continues the count of an earlier process.
 
         Args:
             before: The record of the earlier process.
-            saved_steps: The seconds of steps, of those recorded, that need not be repeated.
-            gap: Whether the time between the two processes is a restart's; else it does not count.
+            saved_steps: The recorded seconds of steps that need not be repeated.
+            gap: Whether the time between the two processes counts as `restarts`; otherwise it does not count.
         """
         for part, seconds in before.seconds.items():
             self.seconds[part] += seconds
@@ -132,7 +132,7 @@ class Ledger:
             self.seconds["restarts"] += max(self.begins - before.until, 0.0)
 
     def close(self) -> None:
-        """Leaves the file as it is."""
+        """Closes the file, and keeps it."""
         if self._file is not None:
             os.close(self._file)
             self._file = None
@@ -151,7 +151,7 @@ _ledger: Ledger | None = None
 
 
 def set_ledger(ledger: Ledger | None) -> None:
-    """Makes a ledger the one for which `during` counts; None ends that."""
+    """Sets the ledger of the process, to which `during` attributes time; None removes it."""
     global _ledger
     _ledger = ledger
 

@@ -1,8 +1,8 @@
-"""Removes the backups of finished training runs late: once all tasks of a supervised run have ended well. No TensorFlow here.
+"""The late removal of a finished training's backups: once all tasks of a supervised run have succeeded. No TensorFlow here.
 
-Saving a model removes the backups of its training. Under a supervisor the task only notes the folder then: a restart of the tasks finds the
-backups, and does not repeat finished training. The supervisor removes the backups when its run has succeeded. A run that trains several
-models in one folder, one after the other, removes them at once: after a restart the first training would resume the last one's backups.
+Saving a model removes the backups of its training. Under a supervisor the task only records the folder: after a restart the tasks find the
+backups, and do not repeat finished training. The supervisor removes the backups when its run has succeeded. A run that trains several
+models in one folder, one after the other, removes backups at once: after a restart the first training would resume the last one's backups.
 """
 
 from __future__ import annotations
@@ -18,18 +18,19 @@ from tfdist.runtime import progress
 from tfdist.runtime.files import read_file, write_file
 from tfdist.runtime.ownership import Ownership
 
-# Notes of these tasks, and of those before a restart: a new training in the folder replaces the former, and resumes the latter.
+# Suffixes of notes by the current tasks, and by the tasks before a restart. A new training in the folder replaces the current tasks'
+# backups, and resumes the earlier tasks' backups.
 _NOW, _BEFORE = ".saved", ".saved-before"
-_LISTS = ("checkpoint", "checkpoint.partial")  # of the backups in a folder
-_BACKUPS = ("step-", "damaged-")  # how the names of their folders begin
+_LISTS = ("checkpoint", "checkpoint.partial")  # the files that list a folder's backups
+_BACKUPS = ("step-", "damaged-")  # prefixes of the backups' folders
 
 
 def put_off(backup_dir: str, rank: int) -> bool:
     """Leaves the backups of a finished training to the supervisor.
 
     Args:
-        backup_dir: The folder. Remote folders cannot be left: the supervisor reaches local ones only.
-        rank: This task's rank. The chief notes the folder for all.
+        backup_dir: The folder. It must be local, because the supervisor does not reach remote folders.
+        rank: This task's rank. The chief records the folder for all tasks.
 
     Returns:
         Whether the supervisor will remove them; False if the task must do so now.
@@ -48,13 +49,13 @@ def put_off(backup_dir: str, rank: int) -> bool:
 
 
 def is_put_off(backup_dir: str) -> bool:
-    """Returns whether these tasks have left a folder's backups to the supervisor."""
+    """Returns whether the current tasks have left a folder's backups to the supervisor."""
     note = progress.backup_note(backup_dir)
     return bool(note and _with(note, _NOW).exists())
 
 
 def take_back(backup_dir: str) -> list[str]:
-    """Returns the folders that these tasks have left to the supervisor, `backup_dir` and those in it; the caller removes their backups."""
+    """Withdraws the notes of `backup_dir` and its subfolders; returns these folders, whose backups the caller must remove."""
     note = progress.backup_note(backup_dir)
     if note is None or "://" in backup_dir:
         return []
@@ -68,50 +69,50 @@ def take_back(backup_dir: str) -> list[str]:
 
 
 def keep(backup_dir: str) -> None:
-    """Has the supervisor leave a folder alone, in which there is a backup of a further training now."""
+    """Removes the notes of a folder, which now has a backup of a further training, so that the supervisor does not remove it."""
     if note := progress.backup_note(backup_dir):
         for suffix in (_NOW, _BEFORE):
             _with(note, suffix).unlink(missing_ok=True)
 
 
 def begin(folder: str | os.PathLike[str]) -> None:
-    """Turns the notes in the supervisor's folder into those of the tasks before a restart.
+    """Marks the notes in the supervisor's folder as notes of the tasks before a restart.
 
     Raises:
-        OSError: One cannot be renamed.
+        OSError: A note cannot be renamed.
     """
     for path in pathlib.Path(folder).glob(f"*{_NOW}"):
         path.rename(path.with_suffix(_BEFORE))
 
 
 def noted(folder: str | os.PathLike[str]) -> list[tuple[str, list[str]]]:
-    """Returns each folder of backups that was left to the supervisor, folders in it first, with the names of its backups."""
+    """Returns the folders that were left to the supervisor, subfolders first, each with the names of its backups."""
     notes = [path for suffix in (_NOW, _BEFORE) for path in pathlib.Path(folder).glob(f"*{suffix}")]
     return sorted((note for note in map(_read, notes) if note[0]), reverse=True)
 
 
 def remove_noted(backup_dir: str, names: list[str]) -> None:
-    """Removes the backups that a note names, unless another run is using their folder, or has trained further since.
+    """Removes the backups in a note, unless another run uses their folder, or has added backups since.
 
     Args:
         backup_dir: The folder.
-        names: The names of its backups when it was noted.
+        names: The names of the folder's backups when it was recorded.
 
     Raises:
-        OSError: They cannot be removed.
+        OSError: The backups cannot be removed.
     """
     with contextlib.suppress(ConfigError, FileNotFoundError), Ownership(backup_dir, "backup_dir"):
         if set(names).issuperset(_names(backup_dir)):
             remove_backups(backup_dir)
-    with contextlib.suppress(OSError):  # it holds other files, or its own folder is somebody else's
+    with contextlib.suppress(OSError):  # the folder has other files, or its parent belongs to another user
         os.rmdir(backup_dir)
 
 
 def remove_backups(backup_dir: str | os.PathLike[str]) -> None:
-    """Removes all backups in a local folder. One that is left half removed, as after `kill -9`, counts as removed.
+    """Removes all backups in a local folder. A partly removed backup, as after `kill -9`, counts as removed.
 
     Raises:
-        OSError: They cannot be removed.
+        OSError: The backups cannot be removed.
     """
     folder = pathlib.Path(backup_dir)
     for name in _LISTS:

@@ -1,13 +1,13 @@
-"""Lends the interpreter's lock to other threads while TensorFlow waits for other tasks with the lock held.
+"""`LockLender`: releases the interpreter's lock for other threads while TensorFlow waits for other tasks and holds the lock.
 
-Some of TensorFlow's bindings keep the lock until all tasks answer. No other thread of Python runs meanwhile: none can name the
-task that is missing, shut down a connection, or end the process upon a signal. Only a signal's handler still runs, in the waiting
-thread itself. So a small process, this file run as a program, watches the threads that are in such a call. As long as one
-sleeps, it sends the thread a signal every tenth of a second, and the handler releases the lock for half of that time.
+Some of TensorFlow's bindings hold the lock until all tasks answer. Meanwhile no other Python thread runs: none can report the
+missing task, shut down a connection, or end the process after a signal. Only a signal's handler still runs, in the waiting
+thread itself. So a small process, this file run as a program, watches the threads that are in such a call. While a thread
+sleeps, the process sends it a signal every tenth of a second, and the handler releases the lock for half of that time.
 
-A handler may run anywhere, also where the interpreter or `malloc` must not be entered again. Therefore the process signals only a
-thread that sleeps, and the handler is a C function that runs no bytecode. Linux alone shows the state of threads: elsewhere the lock
-is not lent.
+A handler may interrupt code in which the interpreter or `malloc` must not be entered again. Therefore the process signals only a
+sleeping thread, and the handler is a C function that runs no bytecode. Only Linux shows the state of threads: on other systems
+the lock is not released.
 """
 
 from __future__ import annotations
@@ -24,15 +24,18 @@ import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
-_SIGNAL = signal.SIGURG if hasattr(signal, "SIGURG") else 0  # ignored by default, so a late one does no harm
-_LOOK_EVERY = 0.05  # seconds; a thread that sleeps at two looks, and has not run between them, is signalled
+_SIGNAL = signal.SIGURG if hasattr(signal, "SIGURG") else 0  # ignored by default, so a late signal does no harm
+_LOOK_EVERY = 0.05  # seconds; a thread is signalled if it sleeps at two checks and has not run between them
 _LEND_MICROSECONDS = 50_000
-_SLOTS = 64  # calls that may wait at the same time; further ones keep the lock
-_TGKILL = {"x86_64": 234, "aarch64": 131}  # numbers of the system call, for which old C libraries have no function
+_SLOTS = 64  # calls that may wait at the same time; further calls keep the lock
+_TGKILL = {
+    "x86_64": 234,
+    "aarch64": 131,
+}  # numbers of the system call `tgkill`, for which old C libraries have no function
 
 
 class LockLender:
-    """A context in which functions that keep the interpreter's lock lend it to other threads while they wait.
+    """Context manager in which functions that hold the interpreter's lock release it for other threads while they wait.
 
     Args:
         module: The module through which the functions are called; they are replaced in it until `stop`.
@@ -45,12 +48,12 @@ class LockLender:
         self._stop = contextlib.ExitStack()
 
     def start(self) -> LockLender:
-        """Starts the process and replaces the functions; does nothing on systems that lack the means."""
+        """Starts the process and replaces the functions; does nothing on other systems than Linux or unknown processors."""
         if sys.platform != "linux" or os.uname().machine not in _TGKILL or not sys.executable:
             return self
         import subprocess
 
-        with contextlib.suppress(OSError), contextlib.ExitStack() as started:  # as where no process may be started
+        with contextlib.suppress(OSError), contextlib.ExitStack() as started:  # for example, no process may be started
             memory = os.memfd_create("tfdist")
             started.callback(os.close, memory)
             os.ftruncate(memory, mmap.PAGESIZE)
@@ -58,7 +61,7 @@ class LockLender:
             started.callback(_take_signal())
             words = [sys.executable, "-I", "-S", __file__, str(os.getpid()), str(memory)]
             quiet = subprocess.DEVNULL
-            # In a group of its own, Ctrl-C at the terminal does not end it before this process.
+            # In a separate process group, so that Ctrl-C at the terminal does not end it before this process.
             process = subprocess.Popen(
                 words, stdin=quiet, stdout=quiet, stderr=quiet, pass_fds=[memory], process_group=0
             )
@@ -72,7 +75,7 @@ class LockLender:
         return self
 
     def stop(self) -> None:
-        """Puts the functions back and ends the process."""
+        """Restores the functions and ends the process."""
         self._stop.close()
 
     def __enter__(self) -> LockLender:
@@ -83,7 +86,7 @@ class LockLender:
 
 
 def _marked(function: Callable[..., Any], waiting: memoryview, free: list[int]) -> Callable[..., Any]:
-    """Returns a function whose thread is in `waiting` during a call."""
+    """Wraps a function so that the calling thread's id is in `waiting` during the call."""
 
     @functools.wraps(function)
     def call(*args: Any) -> Any:
@@ -101,23 +104,23 @@ def _marked(function: Callable[..., Any], waiting: memoryview, free: list[int]) 
 
 
 def _take_signal() -> Callable[[], object]:
-    """Has the signal release the interpreter's lock for a while. Returns a function that restores the handler before."""
+    """Installs a handler that releases the interpreter's lock for a while. Returns a function that restores the previous handler."""
     libc = ctypes.CDLL(None)
-    # `libc.usleep` releases the lock as every function of `ctypes.CDLL` does. Python's own functions that wait would look for
-    # signals afterwards, and could raise KeyboardInterrupt where nobody can handle it.
+    # `libc.usleep` releases the lock as every function of `ctypes.CDLL` does. Python's own waiting functions would check for
+    # signals afterwards, and could raise KeyboardInterrupt where no code handles it.
     handler = ctypes.CFUNCTYPE(None)(functools.partial(libc.usleep, _LEND_MICROSECONDS))
-    # Not `sigaction` as Python calls it: the stack of signals, which faulthandler sets up, is too small for this handler.
+    # Not Python's `sigaction`, which uses the signal stack of faulthandler: that stack is too small for this handler.
     libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     before = libc.signal(_SIGNAL, ctypes.cast(handler, ctypes.c_void_p))
 
-    def restore(_handler: object = handler) -> None:  # which must live as long as it may be called
+    def restore(_handler: object = handler) -> None:  # the default keeps the handler alive as long as it may be called
         libc.signal(_SIGNAL, before)
 
     return restore
 
 
 def _switches_of_sleeping(process: int, thread: int) -> str | None:
-    """Returns how often a sleeping thread has given up the processor, or None for a thread that runs or is gone."""
+    """Returns the number of context switches of a sleeping thread, or None for a running or ended thread."""
     with (
         contextlib.suppress(OSError),
         open(f"/proc/{process}/task/{thread}/status", encoding="ascii", errors="replace") as lines,

@@ -1,4 +1,4 @@
-"""Lines for the user, by Python's logging: the logger "tfdist" and its handler. No TensorFlow here.
+"""Lines for the user through Python's logging: the logger "tfdist" and its filter, which prints. No TensorFlow here.
 
 Levels: info for progress, warning for a possible problem, error for a reason to end the process.
 """
@@ -12,7 +12,7 @@ import sys
 from tfdist.errors import printable_lines
 
 logger = logging.getLogger("tfdist")
-# For `extra`: what is no error, and yet printed to stderr; what is printed without "tfdist: " before it.
+# Values of `extra`: print to stderr although it is not an error; print without the prefix "tfdist: ".
 TO_STDERR = {"to_stderr": True}
 BARE = {"bare": True}
 
@@ -31,9 +31,9 @@ def is_terminal() -> bool:
 
 
 def _print(record: logging.LogRecord) -> bool:
-    """Prints a line unless the user's handlers take it, errors to stderr; returns whether handlers are to have it.
+    """Prints a line unless the user's handlers print it, errors to stderr; returns whether to pass it to handlers.
 
-    A filter, as a handler could not keep the line from the root logger's handlers.
+    It is a filter, because a handler could not keep the line from the root logger's handlers.
     """
     root = logging.root.handlers if logger.propagate else []
     taken = bool(logger.handlers) or not all(_is_default(handler, record) for handler in root)
@@ -47,7 +47,7 @@ def _print(record: logging.LogRecord) -> bool:
 
 
 def _is_default(handler: logging.Handler, record: logging.LogRecord) -> bool:
-    """Returns whether a handler of the root logger is that of `basicConfig()` without arguments, which absl, and so Keras, calls itself."""
+    """Returns whether a root handler is the default one of `basicConfig()`, which absl, and through it Keras, installs."""
     return (
         type(handler) is logging.StreamHandler
         and handler.stream in (sys.stderr, sys.__stderr__)
@@ -57,5 +57,5 @@ def _is_default(handler: logging.Handler, record: logging.LogRecord) -> bool:
 
 
 logger.addFilter(_print)
-if logger.level == logging.NOTSET:  # root's is WARNING unless set, under which no progress would be seen
+if logger.level == logging.NOTSET:  # the root logger's default is WARNING, which would hide progress
     logger.setLevel(logging.INFO)

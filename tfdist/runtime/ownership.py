@@ -1,7 +1,7 @@
 """A run's claim to a folder, which keeps a second run from writing there. No TensorFlow here.
 
-The claim is a lock on a file that names the run. The kernel releases it with the last process that holds it. The tasks of a launcher share
-its lock: they know its name from their environment.
+The claim is a lock on a file that names the run. The kernel releases the lock when the last process that holds it ends. The tasks of a
+launcher share its lock: their environment has the run's name.
 """
 
 from __future__ import annotations
@@ -24,22 +24,22 @@ from tfdist.runtime import progress
 from tfdist.runtime.files import open_own
 
 FILE = "run"
-JOB = "TFDIST_RUN"  # of tasks: the name of the run, as their launcher has written it
+JOB = "TFDIST_RUN"  # set for tasks: the name of the run that their launcher has written
 _OWNER = re.compile(r"process (\d+) on (\S+) \(\w+\), begun at ([\d.]+)")
-_SAME_TIME = 5.0  # seconds by which two looks at when a process began may differ, as clocks are set
-_ENDING_SECONDS = 5.0  # for which a run that is ending is waited for
-_LONGEST = 4096  # bytes of a name
+_SAME_TIME = 5.0  # seconds by which two readings of a process's start time may differ, because clocks are adjusted
+_ENDING_SECONDS = 5.0  # to wait for a run that is ending
+_LONGEST = 4096  # limit of a name, in bytes
 
 
 class Ownership:
     """A run's claim to a folder; a context manager.
 
-    While a process of the run lives, another run gets an error. Where the file system has no locks, this holds on the run's host.
+    While a process of the run lives, another run gets an error. On a file system without locks only runs on the same host do.
 
     Args:
         folder: The folder, which exists.
-        what: The option that names it.
-        file: The name of the file in it.
+        what: The option that names the folder, for the error.
+        file: The name of the lock file in the folder.
     """
 
     def __init__(self, folder: str | os.PathLike[str], what: str, file: str = FILE):
@@ -59,24 +59,24 @@ class Ownership:
         """Locks the folder for this run.
 
         Raises:
-            ConfigError: Another run has it, and does not end within some seconds; or the file is another user's.
-            OSError: The file cannot be made.
+            ConfigError: Another run owns the folder, and does not end within some seconds; or the file is another user's.
+            OSError: The file cannot be created.
         """
         deadline = time.monotonic() + _ENDING_SECONDS
         while not self._try_lock():
             if time.monotonic() > deadline:
                 progress.mark_refusal()
                 raise ConfigError(
-                    f"{self._what} {self._folder!r} is another run's, which still runs: {self.owner() or 'it has no name yet'}. Give each "
-                    f"run a {self._what} of its own, or end that process first."
+                    f"{self._what} {self._folder!r} belongs to another run, which has not ended: {self.owner() or 'it has no name yet'}. Give each "
+                    f"run its own {self._what}, or end that process first."
                 )
             time.sleep(0.1)
 
     def acquire(self) -> None:
-        """Writes the name of this run, in place of any other.
+        """Writes the name of this run, and replaces another name.
 
         Raises:
-            OSError: It cannot be written.
+            OSError: The name cannot be written.
         """
         name = this_run().encode()
         descriptor = self._open()
@@ -87,7 +87,7 @@ class Ownership:
             os.close(descriptor)
 
     def owner(self) -> str | None:
-        """Returns the name of the run that has the folder; None if there is none, or it cannot be read."""
+        """Returns the name of the run that owns the folder; None without such a run, or if the name cannot be read."""
         with contextlib.suppress(OSError):
             descriptor = os.open(self._path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK)
             with open(descriptor, "rb", buffering=0) as file:
@@ -95,7 +95,7 @@ class Ownership:
         return None
 
     def release(self) -> None:
-        """Gives the folder back."""
+        """Releases the lock, and removes the file if it names this run."""
         lock, self._lock = self._lock, None
         if lock is not None:
             if self.owner() == this_run():
@@ -113,17 +113,17 @@ class Ownership:
             fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_SH if joins else fcntl.LOCK_EX))
             if not os.path.samestat(os.fstat(lock.fileno()), os.lstat(self._path)):
                 raise FileNotFoundError
-        except (BlockingIOError, FileNotFoundError):  # or a run that was ending has removed it
+        except (BlockingIOError, FileNotFoundError):  # FileNotFoundError: a run that was ending has removed the file
             lock.close()
             return False
-        except OSError:  # there are no locks
+        except OSError:  # the file system has no locks
             pass
         match = _OWNER.fullmatch(owner or "")
-        if not joins and (match is None or match[2] == socket.gethostname()):  # one of another host may live
+        if not joins and (match is None or match[2] == socket.gethostname()):  # a run on another host may still live
             with contextlib.suppress(OSError):
                 self.acquire()
         try:
-            fcntl.flock(lock, fcntl.LOCK_NB | fcntl.LOCK_SH)  # which tasks can share
+            fcntl.flock(lock, fcntl.LOCK_NB | fcntl.LOCK_SH)  # tasks can share this lock
         except BlockingIOError:  # another run was faster
             lock.close()
             return False
@@ -136,11 +136,13 @@ class Ownership:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
                 os.unlink(self._path)  # planted
-        return open_own(self._path, os.O_RDWR, 0o600)  # another user could lock a file that he can open
+        return open_own(
+            self._path, os.O_RDWR, 0o600
+        )  # 0o600, because another user could lock a file that they can open
 
 
 def this_run() -> str:
-    """Returns the name of the run that this process is."""
+    """Returns the name of this process's run."""
     return _this_run
 
 
@@ -163,7 +165,7 @@ def _name_process() -> str:
 
 
 def _after_fork() -> None:
-    """In a child: it is another process, and must not keep its parent's locks."""
+    """Gives a forked child its own name, and closes the parent's locks in it."""
     global _this_run
     _this_run = _name_process()
     for owned in _all:

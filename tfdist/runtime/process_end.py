@@ -1,7 +1,7 @@
 """The end of this process: exit codes, SIGTERM and Ctrl-C, and user code that ends a training too early. No TensorFlow here.
 
-Python calls a signal's handler in the main thread, which may wait in TensorFlow for a peer, or run a step or a compilation; and
-TensorFlow, with several workers, takes SIGTERM for itself. Therefore a thread reads the signals from a pipe.
+Python calls a signal's handler in the main thread, which may wait in TensorFlow for a peer, or run a step or a compilation. With
+several workers, TensorFlow also installs its own SIGTERM handler. Therefore a thread reads the signals from a pipe.
 """
 
 from __future__ import annotations
@@ -21,26 +21,26 @@ from typing import Any, NoReturn
 from tfdist.runtime import progress
 from tfdist.runtime.log import logger
 
-PREEMPTED = 75  # the exit code after SIGTERM, once the state is saved; the task wants to be started again: EX_TEMPFAIL
-FAULTY_CONFIG = 2  # the exit code of a faulty command line or configuration, which no restart mends
+PREEMPTED = 75  # the exit code after SIGTERM, once the state is saved: EX_TEMPFAIL, a request for a restart
+FAULTY_CONFIG = 2  # the exit code of an invalid command line or configuration, which a restart does not fix
 INTERRUPTED = "ended by Ctrl-C (SIGINT)"
 GRACE_SECONDS = 25.0
 
-_SHARE = 0.9  # of the grace, after which a save that has not finished is given up
-_ONE_SIGNAL = 1.0  # seconds in which several count as one: a task gets them directly and through its supervisor
-_ENDING_SECONDS = 2.0  # that the main thread has to end the process after Ctrl-C
+_SHARE = 0.9  # of the grace period, after which an unfinished save is abandoned
+_ONE_SIGNAL = 1.0  # seconds within which signals count as one: a task gets a signal directly and through its supervisor
+_ENDING_SECONDS = 2.0  # limit for the main thread to end the process after Ctrl-C
 _TAKE_BACK_EVERY = 0.05  # seconds
 _PACKAGE = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
-_QUITTERS = "sitebuiltins"  # has `exit()` and `quit()`, which call sys.exit
+_QUITTERS = "sitebuiltins"  # the module of `exit()` and `quit()`, which call sys.exit
 _leave = os._exit  # `run_to_the_end` replaces it for user code
 
-exit_code = 0  # with which this process will end, as far as that is known; for tasks that ask it
+exit_code = 0  # of this process at its end, as far as it is known; other tasks read it
 amid_training = False  # whether sys.exit was called within a training
 _is_command = False  # whether this process is a command's own, and may be ended
 
 
 def expected_exit_code() -> int:
-    """Returns the exit code with which this process, whose end has begun, ends: `exit_code`, or 1 after an exception."""
+    """Returns the exit code of this process during its shutdown: `exit_code`, or 1 after an exception."""
     return exit_code or int(getattr(sys, "last_value", None) is not None)
 
 
@@ -49,10 +49,10 @@ def end(code: int, flush: bool = True) -> NoReturn:
 
     Args:
         code: The exit code.
-        flush: Whether output that is buffered is written first. A terminal that nobody reads could keep the process.
+        flush: Whether to write buffered output first. A terminal that nobody reads could block this.
     """
     for stream in (sys.stdout, sys.stderr) if flush else ():
-        with contextlib.suppress(AttributeError, OSError, ValueError):  # it is closed, or the reader has gone
+        with contextlib.suppress(AttributeError, OSError, ValueError):  # the stream is closed, or its reader has ended
             stream.flush()
     _leave(code)
     raise AssertionError
@@ -61,19 +61,19 @@ def end(code: int, flush: bool = True) -> NoReturn:
 def leave(code: int) -> NoReturn:
     """Ends this process after its registered exit functions, without TensorFlow's shutdown; only for `tfdist train`.
 
-    The shutdown would take a second, on a busy machine many, in which the other tasks would miss those that have ended first
-    ("stopped sending heartbeats").
+    The shutdown takes a second, on a busy machine many seconds. Meanwhile other tasks would report this task as lost ("stopped
+    sending heartbeats").
     """
     atexit._run_exitfuncs()
     end(code)
 
 
 def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> int:
-    """Returns a command's exit code; after Ctrl-C, or where nobody reads its output (`--help | head`), a shell's for that signal."""
+    """Runs a command and returns its exit code; after Ctrl-C or a closed pipe (`--help | head`), 128 plus the signal's number."""
     global exit_code
     try:
         exit_code = main(argv)
-        if sys.stdout is not None:  # as it is where it was closed before the start
+        if sys.stdout is not None:  # it is None if it was closed before the start
             sys.stdout.flush()
     except KeyboardInterrupt:
         logger.error(interrupt_message())
@@ -85,7 +85,7 @@ def run_command(main: Callable[[Sequence[str]], int], argv: Sequence[str]) -> in
 
 
 class _Signals:
-    """Calls functions upon signals, in a thread that reads the signals from a pipe."""
+    """Dispatcher of signals: a thread reads them from a pipe and calls their handlers."""
 
     def __init__(self) -> None:
         self.handlers: dict[int, Callable[[], object]] = {}
@@ -93,7 +93,7 @@ class _Signals:
         self._write = -1
 
     def listen(self, number: int, handler: Callable[[], object]) -> None:
-        """Has `handler` called upon a signal, also where somebody else has taken the pipe's place since. Only for the main thread."""
+        """Registers a handler for a signal, and makes the pipe the wakeup descriptor again. Only the main thread may call it."""
         self.handlers[number] = handler
         if self._write < 0:
             read, self._write = os.pipe()
@@ -116,21 +116,21 @@ _signals = _Signals()
 
 
 class Preemption:
-    """SIGTERM, by which clusters announce that a task must go.
+    """Handler of SIGTERM, by which clusters announce that a task must end.
 
-    Outside of a training the first SIGTERM ends the process at once, with exit code 75. In one it is noted, and the process
-    ends with that code when the grace is nearly over, unless it has ended by then. A second SIGTERM, a second or more later, ends it at once.
+    Outside of a training the first SIGTERM ends the process at once, with exit code 75. During a training it sets `requested`, and the
+    process ends with that code at 90 % of the grace period, if it still runs. A second SIGTERM, a second or more later, ends it at once.
 
     Args:
-        grace_seconds: How long the process may take to end.
+        grace_seconds: Seconds that the process may take to end.
 
     Attributes:
-        requested: Whether SIGTERM has come.
-        training: Whether a training looks at `requested` between its steps.
-        on_exit: Called before this process is ended with exit code 75 in this way.
+        requested: Whether SIGTERM was received.
+        training: Whether a training checks `requested` between its steps.
+        on_exit: Called before this class ends the process with exit code 75.
     """
 
-    _foreign_handler: Any = None  # of the process, not of an instance: the handler that was replaced
+    _foreign_handler: Any = None  # the replaced handler; on the class, because it belongs to the process
 
     def __init__(self, grace_seconds: float = GRACE_SECONDS):
         self.grace_seconds = grace_seconds
@@ -140,17 +140,17 @@ class Preemption:
         self._first = 0.0
 
     def listen(self) -> None:
-        """Takes SIGTERM over, again if somebody else has taken it since. Only the main thread can."""
+        """Takes over SIGTERM, again if other code has replaced the handler since. Does nothing outside of the main thread."""
         if threading.current_thread() is not threading.main_thread():
             return
         _signals.listen(signal.SIGTERM, self._notice)
-        # The handler itself does nothing: by the time that Python calls it, the thread has read the signal.
+        # The handler itself does nothing, because the thread reads the signal from the pipe.
         handler = signal.signal(signal.SIGTERM, _ignore)
         if handler is not _ignore:
             Preemption._foreign_handler = handler
 
     def give_back(self) -> None:
-        """Gives SIGTERM and the wakeup descriptor back to an event loop, or a handler, that had them before."""
+        """Restores the SIGTERM handler, or the event loop's wakeup descriptor, that `listen` has replaced."""
         if threading.current_thread() is not threading.main_thread() or signal.SIGTERM not in _signals.handlers:
             return
         handler = Preemption._foreign_handler
@@ -180,7 +180,7 @@ class Preemption:
 
 
 def end_at_once(*_: object) -> None:
-    """Ends the process: a handler of SIGTERM for the seconds before there is a `Preemption`."""
+    """Ends the process with exit code 75: the SIGTERM handler until a `Preemption` exists."""
     end(PREEMPTED, flush=False)
 
 
@@ -199,7 +199,7 @@ def _after(seconds: float, call: Callable[[], object]) -> None:
 
 
 def _restore_default_in_child() -> None:
-    """Lets a forked process, which shares the pipe but has no thread, die of SIGTERM itself, or listen anew."""
+    """Restores SIGTERM's default in a forked process, which shares the pipe but has no reading thread; it may call `listen` again."""
     global _signals
     _signals = _Signals()
     signal.set_wakeup_fd(-1)
@@ -208,13 +208,13 @@ def _restore_default_in_child() -> None:
 
 
 def before_imports() -> None:
-    """Has Ctrl-C end this process without a traceback of an import; for commands, until `after_imports`."""
+    """Makes Ctrl-C end this process without a traceback of an import; for commands, until `after_imports`."""
     if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored under nohup
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
 
 def after_imports() -> None:
-    """Has Ctrl-C raise KeyboardInterrupt again; for commands."""
+    """Makes Ctrl-C raise KeyboardInterrupt again; for commands."""
     global _is_command
     _is_command = True
     if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
@@ -222,7 +222,7 @@ def after_imports() -> None:
 
 
 def limit_interrupts() -> None:
-    """Limits from now on how long this process lives after Ctrl-C, if it is a command's own; a second Ctrl-C ends it at once."""
+    """Limits the life of a command's process after Ctrl-C to 2 s; a second Ctrl-C ends it at once. Does nothing in other processes."""
     if not _is_command or signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
         return
 
@@ -239,7 +239,7 @@ def interrupt_message() -> str:
 
 
 def _end_interrupted() -> None:
-    # In a thread of its own: a terminal that nobody reads must not keep the process.
+    # In a separate thread, because a terminal that nobody reads must not block the end.
     report = threading.Thread(target=logger.error, args=(interrupt_message(),), daemon=True)
     report.start()
     report.join(0.5)
@@ -248,15 +248,15 @@ def _end_interrupted() -> None:
 
 @contextlib.contextmanager
 def signals_end_process() -> Iterator[None]:
-    """Has SIGINT and SIGTERM end the process at once while TensorFlow connects inside: with exit code 75 where a `Preemption` listens.
+    """Makes SIGINT and SIGTERM end the process at once while TensorFlow connects inside. A `Preemption` that listens gives exit code 75.
 
-    While TensorFlow connects, Python calls no handler of the main thread. TensorFlow takes SIGTERM for itself before it waits for other
-    tasks, and only notes it. It gets the signal back afterwards.
+    While TensorFlow connects, Python does not call handlers of the main thread. Before TensorFlow waits for other tasks it installs a
+    SIGTERM handler that only records the signal. That handler is restored afterwards.
     """
     handlers: dict[int, Any] = {}
     if threading.current_thread() is threading.main_thread():
         handlers = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)}
-        if _preemption_listens():  # in a thread, which needs no handler
+        if _preemption_listens():  # its thread reads SIGTERM, and needs no handler
             del handlers[signal.SIGTERM]
         handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in handlers:
@@ -282,11 +282,11 @@ def signals_end_process() -> Iterator[None]:
             _set_action(taken[-1])
 
 
-# Other threads than the main one may call these, and they see what TensorFlow has set. None stands for SIG_DFL.
+# Unlike `signal.signal`, these functions work in any thread, and see the handler that TensorFlow has set. None stands for SIG_DFL.
 
 
 def _action() -> int | None:
-    """Returns the address of the C function that the system calls upon SIGTERM."""
+    """Returns the address of the C function that handles SIGTERM."""
     get = ctypes.pythonapi.PyOS_getsig
     get.argtypes, get.restype = [ctypes.c_int], ctypes.c_void_p
     address: int | None = get(signal.SIGTERM)
@@ -294,7 +294,7 @@ def _action() -> int | None:
 
 
 def _set_action(address: int | None) -> int | None:
-    """Sets the C function that `_action` returns, and returns the one before."""
+    """Sets the C function that handles SIGTERM, and returns the previous one."""
     put = ctypes.pythonapi.PyOS_setsig
     put.argtypes, put.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
     before: int | None = put(signal.SIGTERM, address)
@@ -310,7 +310,7 @@ def run_to_the_end(train: Callable[[], object]) -> int:
         train: Returns when the training has finished.
 
     Returns:
-        0 once it has finished; where user code ends the process before, its exit code, or 1 in place of 0.
+        0 once the training has finished; if user code ends the process earlier, its exit code, or 1 instead of 0.
 
     Raises:
         SystemExit: The package itself ends the process, as after SIGTERM.
@@ -318,7 +318,7 @@ def run_to_the_end(train: Callable[[], object]) -> int:
     process = os.getpid()
 
     def leave_checked(code: int) -> None:
-        if os.getpid() == process:  # a child that is forked, as multiprocessing's, ends in this way
+        if os.getpid() == process:  # forked children, such as multiprocessing's, end with `os._exit`
             code = _unfinished(traceback.extract_stack()[-2], "os._exit", code)
         _leave(code)
 
@@ -336,10 +336,10 @@ def run_to_the_end(train: Callable[[], object]) -> int:
 
 
 def _unfinished(caller: traceback.FrameSummary, function: str, code: object) -> int:
-    """Logs who has ended the training; returns the process's exit code."""
+    """Logs the line that has ended the training; returns the process's exit code."""
     global exit_code
     logger.error(
-        f"{caller.filename}:{caller.lineno} has called {function}({'' if code is None else repr(code)}) before the training has "
+        f"{caller.filename}:{caller.lineno} called {function}({'' if code is None else repr(code)}) before the training has "
         "finished. To end a training early, set model.stop_training = True in a callback; for an error, raise one."
     )
     sys.stdout.flush()

@@ -1,7 +1,7 @@
 """Files through which tasks and the supervisor that started them exchange progress. No TensorFlow here.
 
-They share a folder, named by an environment variable. In it each task keeps its step, its epoch, the step of the last backup and its last
-metrics, that it has made a strategy and that it refuses its backups; the supervisor keeps the number of restarts and of steps that were lost.
+They share a folder, named by an environment variable. Each task writes its step, its epoch, the step of the last backup and its last
+metrics there, and marks, for example for a created strategy or rejected backups. The supervisor writes the numbers of restarts and lost steps.
 """
 
 from __future__ import annotations
@@ -21,36 +21,36 @@ from tfdist.runtime.files import open_own, read_file, write_error_reason
 from tfdist.runtime.log import logger
 
 FOLDER = "TFDIST_PROGRESS"
-LAUNCHED = "TFDIST_LAUNCHED"  # when the supervisor itself was started, in seconds since the epoch
+LAUNCHED = "TFDIST_LAUNCHED"  # the start time of the supervisor, in seconds since the epoch
 _FORM = struct.Struct("<5q")
-_METRICS_BYTES = 512  # behind the numbers: lines `name value`, of which the last ones are dropped that do not fit
+_METRICS_BYTES = 512  # after the numbers: lines `name value`; lines that do not fit are dropped
 _RESTARTS = "restarts"
 _STRATEGY = "strategy"
-_LOST = "lost_steps"  # how far tasks were before the restart, until the steps to repeat are counted; and how many were so far
+_LOST = "lost_steps"  # the step before the restart, until the repeated steps are counted; and the number of repeated steps so far
 _REFUSAL = "refusal"
 _BACKED_UP = "backed_up"
 _FILES = "files"  # a folder for temporary files of tasks
 _OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _BACKED_UP, _FILES)
-_EVALUATOR = "evaluator-"  # how the names of tasks begin that train nothing
+_EVALUATOR = "evaluator-"  # prefix of the names of tasks that do not train
 _FINISHED = "finished-"
 _TRAINING = "training-"
-_BACKUP = "backup-"  # and those of files that stand for folders which hold backups
-REUSED = ".reused"  # behind the name: this run has removed backups there, and may train something else in the folder
-_NUMBERS = 40  # bytes of a file of numbers: it is overwritten in place, so that a full disk leaves the numbers before
+_BACKUP = "backup-"  # prefix of the files that stand for folders with backups
+REUSED = ".reused"  # suffix: this run has removed the folder's backups, and may run another training in it
+_NUMBERS = 40  # bytes of a file of numbers; it is overwritten in place, so that a full disk keeps the previous numbers
 
 _has_warned = False
-_mine: Steps | None = None  # of this process, as last told
+_mine: Steps | None = None  # of this process, as last written
 
 
 class Steps(NamedTuple):
     """The progress of a task.
 
     Attributes:
-        done: Training steps done.
-        saved: The step of the last backup, from which a restart goes on; 0 without any.
-        epoch: The epoch, from 1; 0 if it is not told.
-        epochs: The last epoch; 0 if it is not told.
-        total: The step at which the training will end; 0 if it is not known.
+        done: Training steps completed.
+        saved: The step of the last backup, from which a restart continues; 0 without a backup.
+        epoch: The epoch, from 1; 0 if unknown.
+        epochs: The last epoch; 0 if unknown.
+        total: The step at which the training will end; 0 if unknown.
     """
 
     done: int
@@ -61,7 +61,7 @@ class Steps(NamedTuple):
 
 
 class Progress:
-    """A task's own file; without a supervisor, nothing.
+    """The file with a task's progress; does nothing without a supervisor.
 
     Args:
         name: The task's name, as `worker-1`.
@@ -85,9 +85,9 @@ class Progress:
         """Publishes changed values, by the names of `Steps`; cheap enough for every step.
 
         Args:
-            done: As of `Steps`; fewer than before begin another training.
-            saved: As of `Steps`.
-            metrics: The training's logs: numbers by name. Others keep their last value.
+            done: As in `Steps`; a smaller number than before begins another training.
+            saved: As in `Steps`.
+            metrics: The training's logs: numbers by name. Other metrics keep their last value.
             **changed: The other fields of `Steps`.
         """
         before, shown = self._steps, self._metrics
@@ -105,30 +105,30 @@ class Progress:
                 os.pwrite(self._file, _FORM.pack(*self._steps) + _pack_metrics(self._metrics), 0)
 
     def touch(self) -> None:
-        """Tells that the task works on."""
+        """Updates the file's time, to show that the task is working."""
         if self._file is not None:
             with _warning_once():
                 os.utime(self._file)
 
 
 def mark_strategy() -> None:
-    """Tells that this task has made a strategy; without a supervisor, nothing."""
+    """Marks that this task has created a strategy; does nothing without a supervisor."""
     _mark(_STRATEGY)
 
 
 def mark_finished(name: str) -> None:
-    """Tells that a task, such as `worker-1`, has finished its training; without a supervisor, nothing."""
+    """Marks that a task, such as `worker-1`, has finished its training; does nothing without a supervisor."""
     _mark(f"{_FINISHED}{name}")
 
 
 @contextlib.contextmanager
 def training(name: str) -> Iterator[None]:
-    """Tells that a task, such as `worker-1`, trains inside; without a supervisor, nothing.
+    """Marks that a task, such as `worker-1`, trains inside; does nothing without a supervisor.
 
-    The mark stays if the process ends inside without Python's own end, as by `os._exit`.
+    The mark stays if the process ends inside without Python's shutdown, as by `os._exit`.
     """
     _mark(mark := f"{_TRAINING}{name}")
-    atexit.register(_unmark, mark)  # a loop of the user's own may be left as it is
+    atexit.register(_unmark, mark)  # a generator with a custom loop may never be closed
     try:
         yield
     finally:
@@ -137,12 +137,12 @@ def training(name: str) -> Iterator[None]:
 
 
 def mark_backed_up() -> None:
-    """Tells that this task's training is backed up; without a supervisor, nothing."""
+    """Marks that this task's training is backed up; does nothing without a supervisor."""
     _mark(_BACKED_UP)
 
 
 def mark_refusal() -> None:
-    """Tells that this task ends because its backups cannot be used, as it would after a restart; without a supervisor, nothing."""
+    """Marks that this task ends because its backups cannot be used, also after a restart; does nothing without a supervisor."""
     _mark(_REFUSAL)
 
 
@@ -165,7 +165,7 @@ def _folder() -> str | None:
 
 
 def note_backup(backup_dir: str, exists: bool = True) -> None:
-    """Notes that a folder holds a backup, or none any more, for this task after a restart; without a supervisor, nothing."""
+    """Records for this task's next process whether a folder has a backup; does nothing without a supervisor."""
     if note := backup_note(backup_dir):
         with _warning_once():
             if exists:
@@ -176,7 +176,7 @@ def note_backup(backup_dir: str, exists: bool = True) -> None:
 
 
 def had_backup(backup_dir: str) -> bool:
-    """Returns whether this run has noted, before a restart or since, that a folder holds a backup."""
+    """Returns whether this run has recorded, before a restart or since, that a folder has a backup."""
     note = backup_note(backup_dir)
     return bool(note and note.exists())
 
@@ -194,7 +194,7 @@ def task_files() -> str | None:
     """Returns the folder for temporary files of this task, which the supervisor removes; None without a supervisor.
 
     Raises:
-        OSError: It cannot be made.
+        OSError: The folder cannot be created.
     """
     folder = _folder()
     if folder is None:
@@ -210,12 +210,12 @@ def is_supervised() -> bool:
 
 
 def launched() -> float:
-    """Returns when the supervisor was started, by `time.time()`; 0 without a supervisor."""
+    """Returns the start time of the supervisor, by `time.time()`; 0 without a supervisor."""
     return float(os.environ.get(LAUNCHED) or 0)
 
 
 def restarts() -> int:
-    """Returns how often the supervisor has restarted this run, or a task of it; 0 without a supervisor."""
+    """Returns the number of times that the supervisor has restarted this run or one of its tasks; 0 without a supervisor."""
     try:
         return int(read_file(pathlib.Path(os.environ[FOLDER], _RESTARTS)))
     except (KeyError, OSError, ValueError):
@@ -223,9 +223,9 @@ def restarts() -> int:
 
 
 def settle_lost_steps() -> int | None:
-    """Returns how many steps all restarts so far have made the run repeat; None without a supervisor or a backup.
+    """Returns the number of steps that the run has repeated after restarts so far; None without a supervisor or a backup.
 
-    For one task, as it has ended its first step and not told so yet: then `Progress` still has the step from which it goes on.
+    One task calls it after its first step, before it writes its progress: then `Progress` still has the step from which it continues.
     """
     folder = _folder()
     begun = min((steps.done for steps in _read_all(folder)), default=None) if folder else None
@@ -239,7 +239,7 @@ def settle_lost_steps() -> int | None:
 
 
 def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
-    """Returns how far a task is, or None if it has not said so."""
+    """Returns a task's progress, or None if it has not written any."""
     try:
         return Steps(*_FORM.unpack_from(read_file(pathlib.Path(folder, name))))
     except (OSError, struct.error):
@@ -247,7 +247,7 @@ def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
 
 
 def read_metrics(folder: str | os.PathLike[str], name: str) -> dict[str, str]:
-    """Returns the last metrics that a task has told, as texts by name: `{"loss": "0.1234"}`; empty if it has told none."""
+    """Returns a task's last metrics, as texts by name: `{"loss": "0.1234"}`; empty if it has not written any."""
     try:
         content = read_file(pathlib.Path(folder, name))[_FORM.size :]
     except OSError:
@@ -268,7 +268,7 @@ def _pack_metrics(metrics: Mapping[str, str]) -> bytes:
 
 
 def touched(folder: str | os.PathLike[str], name: str) -> float:
-    """Returns when a task has last told anything, by `time.time()`; 0 if it never has."""
+    """Returns the time of a task's last report, by `time.time()`; 0 without a report."""
     try:
         return os.path.getmtime(os.path.join(folder, name))
     except OSError:
@@ -281,12 +281,12 @@ def has_finished(folder: str | os.PathLike[str], name: str) -> bool:
 
 
 def is_training(folder: str | os.PathLike[str], name: str) -> bool:
-    """Returns whether a task trains, or has ended in its training without Python's own end."""
+    """Returns whether a task trains, or has ended during its training without Python's shutdown."""
     return pathlib.Path(folder, f"{_TRAINING}{name}").exists()
 
 
 def has_refusal(folder: str | os.PathLike[str]) -> bool:
-    """Returns whether any task refuses its backups."""
+    """Returns whether any task has rejected its backups."""
     return pathlib.Path(folder, _REFUSAL).exists()
 
 
@@ -296,7 +296,7 @@ def is_backed_up(folder: str | os.PathLike[str]) -> bool:
 
 
 def how_to_continue(saved: int | None) -> str:
-    """Returns the advice after training was ended; `saved` is the last backup's step, 0 without one, or None if it is not known."""
+    """Returns the advice after an interrupted training; `saved` is the last backup's step, 0 without a backup, or None if unknown."""
     if saved is None:
         return "Run the same command again to continue from the chief's last backup, if there is one"
     if saved:
@@ -305,28 +305,28 @@ def how_to_continue(saved: int | None) -> str:
 
 
 def how_to_continue_mine() -> str:
-    """Returns the same for this process, after a full stop; empty where it has not trained, or a supervisor says it."""
+    """Returns the advice for this process, after a full stop; empty if it has not trained, or a supervisor prints the advice."""
     return "" if _mine is None or is_supervised() else f". {how_to_continue(_mine.saved)}"
 
 
 def uses_tfdist(folder: str | os.PathLike[str]) -> bool:
-    """Returns whether any task has made a strategy, or trained."""
+    """Returns whether any task has created a strategy, or trained."""
     names = (path.name for path in pathlib.Path(folder).iterdir())
     return any(name not in (_RESTARTS, _LOST) and not name.startswith(_BACKUP) for name in names)
 
 
 def clear(folder: str | os.PathLike[str], restarts: int) -> None:
-    """Forgets how far each task was, and tells those to come of how many restarts they are, and how far all were.
+    """Removes the tasks' progress before a restart; writes the number of restarts and the largest step reached for the next processes.
 
     Raises:
-        OSError: Something cannot be written.
+        OSError: A file cannot be written or removed.
     """
     reached, lost = _lost_steps(folder)
     reached = max([reached, *(steps.done for steps in _read_all(folder))])
     for path in pathlib.Path(folder).iterdir():
-        if path.name == _FILES:  # of tasks that were killed
+        if path.name == _FILES:  # left by killed tasks
             shutil.rmtree(path, ignore_errors=True)
-        # An evaluator runs on, backups stay, and numbers are overwritten.
+        # The evaluator keeps running, backups stay, and files of numbers are overwritten.
         elif not path.name.startswith((_EVALUATOR, _BACKUP)) and path.name not in (_RESTARTS, _LOST):
             path.unlink()
     _write_numbers(folder, _LOST, reached, lost)
@@ -334,16 +334,16 @@ def clear(folder: str | os.PathLike[str], restarts: int) -> None:
 
 
 def write_restarts(folder: str | os.PathLike[str], restarts: int) -> None:
-    """Tells the tasks of how many restarts they are.
+    """Writes the number of restarts for the tasks.
 
     Raises:
-        OSError: It cannot be written.
+        OSError: The file cannot be written.
     """
     _write_numbers(folder, _RESTARTS, restarts)
 
 
 def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
-    """Returns how far each task is; one that has not said so is at its begin."""
+    """Returns the progress of each task; a task that has not written any counts as at its begin."""
     names = [
         path.name
         for path in pathlib.Path(folder).iterdir()
@@ -378,6 +378,6 @@ def _warning_once() -> Iterator[None]:
         if not _has_warned:
             _has_warned = True
             logger.warning(
-                f"cannot write {os.environ.get(FOLDER)}: {write_error_reason(e)}; the training goes on, but its supervisor may not know how far "
-                "it is. Free the disk, or set TMPDIR to a folder on another one."
+                f"cannot write {os.environ.get(FOLDER)}: {write_error_reason(e)}; the training continues, but its supervisor may not know its "
+                "step. Free the disk, or set TMPDIR to a folder on another one."
             )

@@ -1,8 +1,8 @@
 """Temporary folders that are removed even when their process is killed. No TensorFlow here.
 
-A task that a supervisor has started makes them in the supervisor's own folder, which goes with it. Any other process makes them where
-temporary files go, and first removes those of dead processes: the lock of a live one tells them apart, also where each container
-counts processes for itself.
+A supervised task creates them in the supervisor's folder, which the supervisor removes. Any other process creates them in the system's
+folder for temporary files, and first removes folders of dead processes. A live process holds a lock on its folder; unlike a process id,
+this also works where each container has its own process ids.
 """
 
 from __future__ import annotations
@@ -23,20 +23,20 @@ from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.runtime.log import logger
 
 _OF_ALL_PROCESSES = "/tmp"  # not TMPDIR, which may differ
-_NEW = "tfdist-new-"  # how folders are called that have no lock yet
-_folders: set[str] = set()  # those of this process
+_NEW = "tfdist-new-"  # prefix of folders that have no lock yet
+_folders: set[str] = set()  # the folders of this process
 _warned: set[str] = set()
 
 
 @contextlib.contextmanager
 def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterator[str]:
-    """Makes a folder, and removes it at the end.
+    """Creates a temporary folder, and removes it at the end.
 
     Args:
-        otherwise: A folder in which to make it where temporary files cannot be written; None means nowhere.
+        otherwise: The parent folder to use if temporary files cannot be written; None means that this is an error.
 
     Raises:
-        WriteError: It cannot be made.
+        WriteError: The folder cannot be created.
     """
     try:
         folder, lock = _make(otherwise)
@@ -56,9 +56,9 @@ def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterato
 
 
 def user_folder() -> str | None:
-    """Returns a folder for files that this user's processes on this host share, such as locks; None if there is none.
+    """Returns a folder for files that this user's processes on this host share, such as locks; None if it cannot be used.
 
-    It is for the user alone. One of that name that somebody else has made, or can write to, is not used.
+    Only this user can access it. A folder of that name that another user has created, or can access, is not used.
     """
     folder = os.path.join(_OF_ALL_PROCESSES, f".tfdist-{os.geteuid()}")
     with contextlib.suppress(OSError):
@@ -71,7 +71,7 @@ def user_folder() -> str | None:
 
 
 def is_temporary(path: str) -> bool:
-    """Returns whether a path lies in a folder that `temporary_folder` has made in this process."""
+    """Returns whether a path is in a folder that `temporary_folder` has created in this process."""
     return any(path.startswith(folder + os.sep) for folder in _folders)
 
 
@@ -81,7 +81,7 @@ def warn_once(path: str, error: BaseException) -> None:
     if folder not in _warned:
         _warned.add(folder)
         logger.warning(
-            f"cannot write temporary files in {folder}: {write_error_reason(error)}; the training goes on without them. Free the disk, or set "
+            f"cannot write temporary files in {folder}: {write_error_reason(error)}; the training continues without them. Free the disk, or set "
             "TMPDIR to a folder on another one."
         )
 
@@ -98,16 +98,16 @@ def _make(otherwise: str | os.PathLike[str] | None) -> tuple[str, int]:
             raise
         prefix, new = ".tfdist-", tempfile.mkdtemp(prefix=_NEW, dir=os.path.abspath(otherwise))
     lock = os.open(new, os.O_RDONLY | os.O_DIRECTORY)
-    with contextlib.suppress(OSError):  # then nobody else can lock it, either
+    with contextlib.suppress(OSError):  # without locks other processes cannot lock it, either
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    # Under a name by which others find it only now: they would take it for a dead process's.
+    # Rename it only after the lock: without the lock other processes would remove it as a dead process's folder.
     folder = os.path.join(os.path.dirname(new), prefix + os.path.basename(new).removeprefix(_NEW))
     os.rename(new, folder)
     return folder, lock
 
 
 def _remove_left(parent: str, prefix: str) -> None:
-    """Removes this user's folders of this host whose processes have ended."""
+    """Removes this user's temporary folders of this host whose processes have ended."""
     for path in pathlib.Path(parent).glob(f"{prefix}*"):
         with contextlib.suppress(OSError):
             status = os.lstat(path)

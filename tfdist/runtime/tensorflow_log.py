@@ -1,7 +1,7 @@
-"""TensorFlow's C++ log: its level, the lines of it that report no error, and a filter for them. Only the standard library here.
+"""TensorFlow's C++ log: its level, and a filter for lines that do not report an error. Only the standard library here.
 
 TensorFlow logs a dozen lines before it reads `TF_CPP_MIN_LOG_LEVEL`, about GPUs that are absent and instructions of the processor.
-The filter is a process, so that the last words of one that TensorFlow aborts are not lost: it runs this file.
+The filter is a separate process that runs this file, so that the last lines of a process that TensorFlow aborts are not lost.
 """
 
 from __future__ import annotations
@@ -15,14 +15,14 @@ from collections.abc import Iterator
 
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 ERRORS_ONLY = "2"
-_LAST_LINES_SECONDS = 2.0  # for which the filter's end is waited for: what was started meanwhile may hold its pipe open
+_LAST_LINES_SECONDS = 2.0  # limit of the wait for the filter's end: processes started meanwhile may keep its pipe open
 # absl's form, `W0000 00:00:1795536441.651659    1998 port.cc:153] text`, and TensorFlow's, `2026-01-31 12:00:00.123456: W
-# tensorflow/core/x.cc:210] text`. absl's lines of Python code look like the former, but for the file's name.
+# tensorflow/core/x.cc:210] text`. absl's lines from Python code have the first form, with a .py file's name.
 CXX_LINE = re.compile(
     rb"(?:(?P<absl>[IWEF])\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: (?P<tsl>[IWEF]) )"
     rb"(?P<place>[\w./-]+\.(?:cc|cpp|cu|h|inc)):\d+\] ?(?P<text>.*)"
 )
-# Errors and warnings that healthy machines log, too: something is missing or is done twice.
+# Errors and warnings that healthy machines log, too: a library is missing or registered twice.
 _HARMLESS = re.compile(
     rb"cuInit|Unable to register cu\w+ factory|computation placer already registered|Cannot dlopen some GPU libraries"
     rb"|Could not find TensorRT|Local rendezvous is aborting with status: OUT_OF_RANGE|exceeds 10% of free system memory",
@@ -32,13 +32,13 @@ _NOTICE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
     rb"|To enable the following instructions: .*, rebuild TensorFlow with the appropriate compiler flags\.$"
 )
-_LISTED_TASK = re.compile(rb"/job:\w+/replica:\d+/task:\d+$")  # C++ messages list tasks, one in each line
+_LISTED_TASK = re.compile(rb"/job:\w+/replica:\d+/task:\d+$")  # C++ messages list tasks, one per line
 
 _is_set_here = False
 
 
 def set_level() -> None:
-    """Has TensorFlow log errors only, in this process and those that it starts, unless the user has set the level.
+    """Makes TensorFlow log only errors, in this process and its children, unless the user has set the level.
 
     TensorFlow reads the level when it is imported.
     """
@@ -49,11 +49,11 @@ def set_level() -> None:
 
 
 def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
-    """Returns whether a line is certainly of TensorFlow's C++ log, and reports no error. All other lines are shown.
+    """Returns whether a line certainly belongs to TensorFlow's C++ log and does not report an error. All other lines are shown.
 
     Args:
         line: The line, plain.
-        after_log: Whether the line before it was one of that log.
+        after_log: Whether the previous line was such a line.
     """
     if match := CXX_LINE.match(line):
         level = match["absl"] or match["tsl"]
@@ -63,9 +63,9 @@ def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
 
 @contextlib.contextmanager
 def filtered() -> Iterator[None]:
-    """Removes log lines of TensorFlow's import, inside, that report no error from stderr.
+    """Removes log lines of TensorFlow's import, in the block, from stderr, unless they report an error.
 
-    It does nothing after the user has set the level, in a process that has loaded TensorFlow, or without a stderr.
+    Does nothing if the user has set the level, TensorFlow is already loaded, or the process has no stderr.
     """
     if not _is_set_here or "tensorflow" in sys.modules or sys.stderr is None:
         yield
@@ -73,11 +73,11 @@ def filtered() -> Iterator[None]:
     sys.stderr.flush()
     try:
         stderr = os.dup(2)
-        # Its own session: Ctrl-C is for this process, whose end it sees in its pipe.
+        # In a separate session, so that Ctrl-C does not end it: it ends when this process closes the pipe.
         reader = subprocess.Popen(
             [sys.executable, "-I", "-S", __file__], stdin=subprocess.PIPE, stdout=stderr, start_new_session=True
         )
-    except OSError:  # a closed stderr, or no process to be had: the lines are no reason to end
+    except OSError:  # stderr is closed, or no process can be started: then the lines are shown
         yield
         return
     assert reader.stdin is not None  # noqa: S101 (for the type checker: it is a pipe)

@@ -1,6 +1,6 @@
 """Restores metrics and statistics of replicas without examples, which run a step on a padding example.
 
-See `replicas.batch_splitting` for the example. Such a replica's loss and gradient count nothing, as its share of the
+See `replicas.batch_splitting` for the example. Such a replica's loss and gradient have no weight, because its share of the
 batch is 0 (see `step.losses` and `gradients.optimizer`).
 """
 
@@ -28,19 +28,25 @@ def has_seen_whole_batch(metric: keras.metrics.Metric) -> bool:
 
 
 def moving_statistic_variables(model: keras.Model) -> list[tf.Variable]:
-    """Returns the variables of a model of which each replica keeps its own (see `MovingStatistics`)."""
+    """Returns a model's variables of which each replica keeps its own value (see `MovingStatistics`)."""
     known = model.distribute_strategy.statistics
     return [variable.value for variable in model.non_trainable_variables if variable.value in known]
 
 
 def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tensor) -> Callable[[], list[tf.Tensor]]:
-    """Looks at a replica with `examples` examples before a step; `totals` as of `batch_splitting.count_examples`.
+    """Records a replica's metrics and statistics before a step.
 
-    Returns a function to call after the step. If this replica had no examples, it sets metrics and statistics back. It returns by how much the
-    examples have moved each statistic, flat; empty if every replica had some.
+    Args:
+        model: The model.
+        examples: The number of this replica's examples.
+        totals: The result of `batch_splitting.count_examples`.
+
+    Returns:
+        A function to call after the step. If this replica had no examples, it restores metrics and statistics. It returns the change of
+        each statistic, flat; empty if every replica had examples.
     """
     metrics, statistics = metric_variables(model), moving_statistic_variables(model)
-    some = totals[1] < num_replicas(model.distribute_strategy)
+    has_empty_replicas = totals[1] < num_replicas(model.distribute_strategy)
 
     def flat(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
         return [tf.reshape(variable.read_value(), [-1]) for variable in variables]
@@ -49,13 +55,13 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
         return [tf.zeros([0], variable.dtype) for variable in variables]
 
     both = [*metrics, *statistics]
-    before = _cond(some, lambda: flat(both), lambda: none(both))
+    before = _cond(has_empty_replicas, lambda: flat(both), lambda: none(both))
 
-    def set_back() -> list[tf.Tensor]:
-        every = keras_metrics.metrics(model)
-        whole = {id(v.value) for metric in every if has_seen_whole_batch(metric) for v in metric.variables}
+    def restore() -> list[tf.Tensor]:
+        metrics_of_whole_batch = filter(has_seen_whole_batch, keras_metrics.metrics(model))
+        unaffected = {id(v.value) for metric in metrics_of_whole_batch for v in metric.variables}
         for variable, value in zip(both, before, strict=True):
-            if id(variable) not in whole:
+            if id(variable) not in unaffected:
                 variable.assign(tf.reshape(value, variable.shape))
         return []
 
@@ -63,17 +69,17 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
         return [now - old for now, old in zip(flat(statistics), before[len(metrics) :], strict=True)]
 
     def after() -> list[tf.Tensor]:
-        _cond(tf.equal(examples, 0), set_back, list)
-        return _cond(some, moved, lambda: none(statistics))
+        _cond(tf.equal(examples, 0), restore, list)
+        return _cond(has_empty_replicas, moved, lambda: none(statistics))
 
     return after
 
 
 def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
-    """Makes all replicas begin a step with the same statistics, if some have no examples for it. Outside of replicas.
+    """Averages the replicas' statistics before a step for which some replicas have no examples. Outside of replicas.
 
-    Otherwise the mean over all replicas would depend on which of them these are: the result of a step depends on the replica's statistics
-    what they were.
+    A replica's new statistics depend on its old ones. Without this average, the mean over all replicas would depend on which replicas
+    have no examples.
     """
     strategy, variables = model.distribute_strategy, moving_statistic_variables(model)
 
@@ -88,10 +94,10 @@ def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
 def move_empty_replicas_statistics(
     model: keras.Model, dealt: batch_splitting.SplitBatch, totals: tf.Tensor, moves: list[Any]
 ) -> None:
-    """Moves the statistics of replicas without examples to where the others' are in the mean. Outside of replicas, after the step.
+    """Changes the statistics of replicas without examples by the other replicas' mean change. Outside of replicas, after the step.
 
-    All have begun at the same values (`average_statistics`), so that they move as far as the others in the mean. `moves` are what the
-    replicas' functions of `snapshot_statistics` returned.
+    All replicas started with the same values (`average_statistics`). `moves` are the results of the functions that
+    `snapshot_statistics` returned.
     """
     strategy, variables = model.distribute_strategy, moving_statistic_variables(model)
 
@@ -99,8 +105,8 @@ def move_empty_replicas_statistics(
         for variable, mean in zip(variables, means, strict=True):
             variable.assign_add(tf.where(counts[0, 0] > 0, tf.zeros_like(mean), mean))
 
-    def move() -> list[tf.Tensor]:
-        sums = [strategy.reduce("SUM", each, axis=None) for each in moves]
+    def apply_mean_moves() -> list[tf.Tensor]:
+        sums = [strategy.reduce("SUM", move, axis=None) for move in moves]
         means = [
             tf.reshape(total / tf.cast(totals[1], total.dtype), v.shape)
             for total, v in zip(sums, variables, strict=True)
@@ -109,13 +115,13 @@ def move_empty_replicas_statistics(
         return []
 
     if variables:
-        _cond(totals[1] < strategy.num_replicas_in_sync, move, list)
+        _cond(totals[1] < strategy.num_replicas_in_sync, apply_mean_moves, list)
 
 
 def _cond(
     condition: tf.Tensor, yes: Callable[[], list[tf.Tensor]], no: Callable[[], list[tf.Tensor]]
 ) -> list[tf.Tensor]:
     def numbered(branch: Callable[[], list[tf.Tensor]]) -> Callable[[], list[tf.Tensor]]:
-        return lambda: [tf.constant(0), *branch()]  # a branch that returns nothing would not be run
+        return lambda: [tf.constant(0), *branch()]  # TensorFlow would not run a branch without outputs
 
     return list(tf.cond(condition, numbered(yes), numbered(no))[1:])

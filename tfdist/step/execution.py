@@ -1,4 +1,4 @@
-"""Runs a model's training, test and prediction steps on all replicas, in place of Keras' own functions."""
+"""The execution of a model's training, test and prediction steps on all replicas, instead of Keras' own functions."""
 
 from __future__ import annotations
 
@@ -34,30 +34,30 @@ from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, Replic
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
 from tfdist.strategy import Strategy
 
-_NOTES = "float32"  # the type of the workers' notes, which are reduced with the logs of that type
+_FLAGS_DTYPE = "float32"  # the type of the workers' flags, which are averaged with the logs of that type
 
 
 class Execution:
     """A model's `train_function` or `test_function`: runs up to `steps_per_execution` steps.
 
-    Keras would make it in `Model._make_function`. With several replicas Keras' own function cannot run several steps in
+    It replaces the function that Keras makes in `Model._make_function`. With several replicas Keras' own function cannot run several steps in
     one execution, compiles the collectives along with the replica's computation, and reduces each number of the logs
     separately.
 
     Attributes:
-        agreed_flags: `strategy.notes`, averaged over the workers by the last call; None without notes.
+        agreed_flags: `strategy.flags`, averaged over the workers by the last call; None without flags.
         measured: The mean time that a step waits for its batch.
         input_seconds: The total time that steps have waited for their batches.
     """
 
     def __init__(self, model: keras.Model, compression: Compressor | None, nan_policy: str, step: Step):
-        unsupported.check_model(model)  # it may have been compiled anew, and fitted without the Trainer
+        unsupported.check_model(model)  # the model may have been compiled again, and fitted without the Trainer
         attach(model, compression, nan_policy)
         self.agreed_flags: tf.Tensor | None = None
         self.logs: Mapping[str, Any] | None = None
         self.step_name = getattr(step, "__name__", "step")
         self.measured, self.input_seconds = RunningMeans(), 0.0
-        self._stops = nan_policy == "stop"  # which must see the loss
+        self._stops = nan_policy == "stop"  # "stop" needs the loss of the skipped step
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
@@ -72,18 +72,18 @@ class Execution:
         self._of_iterator: Any = weakref.WeakKeyDictionary()
 
     def __call__(self, iterator: DataIterator) -> Mapping[str, Any]:
-        """Runs an execution, as Keras' own function does. Raises StopIteration where there is no batch left."""
+        """Runs an execution, as Keras' own function does. Raises StopIteration if no batch remains."""
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             for _, batch in zip(range(self._steps), iterator, strict=False):
                 logs = self.run_batch(batch)
             return logs
-        found = self.run(iterator)
-        if found is None:
+        last_logs = self.run(iterator)
+        if last_logs is None:
             raise StopIteration
-        return found
+        return last_logs
 
     def run(self, iterator: DataIterator, left: int | None = None) -> Mapping[str, Any] | None:
-        """Runs an execution, of at most `left` steps. Returns the last step's logs, averaged over the replicas; None if there is no batch left.
+        """Runs an execution of at most `left` steps. Returns the last step's logs, averaged over the replicas; None if no batch remains.
 
         Raises:
             ConfigError: XLA cannot compile the model, a replica has no example for its BatchNormalization, a label is out of range
@@ -96,7 +96,7 @@ class Execution:
             return None
 
     def run_batch(self, batch: Structure) -> Mapping[str, Any]:
-        """Runs a step on one batch. Returns its logs, averaged over the replicas; raises as `run`."""
+        """Runs a step on one batch. Returns its logs, averaged over the replicas; raises the errors of `run`."""
 
         def execute() -> Mapping[str, Any]:
             logs, self.agreed_flags = self._batch(tf.nest.map_structure(_as_tensor, batch))
@@ -140,7 +140,7 @@ class Execution:
         execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
         steps = self._steps if left is None else min(self._steps, left)
         logs, self.agreed_flags, waited = execute() if self._steps == 1 else execute(tf.constant(steps))
-        seconds, done = (float(each) for each in waited)
+        seconds, done = map(float, waited)
         if not math.isnan(seconds):
             self.input_seconds += seconds
             self.measured.add("perf/input_wait_ms", 1000 * seconds / done)
@@ -149,26 +149,26 @@ class Execution:
     def _bound(self, iterator: DataIterator) -> Function:
         """Returns `_next` for an iterator, as a function of that iterator's tensors.
 
-        To find the graph for an iterator, and to take a distributed one apart, takes as long as a small step: once is enough. An
-        iterator that nothing else holds must end, with its threads, so only its tensors are held, and no longer than it.
+        Finding the graph of an iterator and flattening a distributed iterator take as long as a small step, so both are done once.
+        Only the iterator's tensors are referenced, and only while it lives, so that it can be freed with its threads.
         """
         bound = self._of_iterator.get(iterator)
         if bound is None:
             spec, tensors = tf.type_spec_from_value(iterator), tf.nest.flatten(iterator, expand_composites=True)
-            rest = () if self._steps == 1 else (tf.TensorSpec([], tf.int32),)
-            traced = self._next.get_concrete_function(iterator, *rest)
+            step_count = () if self._steps == 1 else (tf.TensorSpec([], tf.int32),)
+            traced = self._next.get_concrete_function(iterator, *step_count)
             if spec not in self._of_spec:
 
                 @functools.partial(tf.function, autograph=False)
-                def of_tensors(tensors: Structure, *rest: Any) -> Structure:
-                    return traced(tf.nest.pack_sequence_as(spec, tensors, expand_composites=True), *rest)
+                def of_tensors(tensors: Structure, *step_count: Any) -> Structure:
+                    return traced(tf.nest.pack_sequence_as(spec, tensors, expand_composites=True), *step_count)
 
-                self._of_spec[spec] = of_tensors.get_concrete_function(tensors, *rest)
+                self._of_spec[spec] = of_tensors.get_concrete_function(tensors, *step_count)
             bound = self._of_iterator[iterator] = functools.partial(self._of_spec[spec], tensors)
         return bound
 
     def _run_one(self, data: Structure, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
-        """One step; returns the packed logs, summed over this process's replicas."""
+        """Runs one step; returns the packed logs, summed over this process's replicas."""
         if isinstance(data, batch_splitting.SplitBatch) and totals is None:
             totals = batch_splitting.count_examples(data, self._strategy)
         if totals is not None:
@@ -186,7 +186,7 @@ class Execution:
         return {dtype: tree_sum(local(values)) for dtype, values in packed.items()}
 
     def _run_next(self, data: Structure) -> dict[str, tf.Tensor]:
-        """As `_run_one`; raises OutOfRangeError if no replica has an example."""
+        """Runs one step, as `_run_one` does; raises OutOfRangeError if no replica has an example."""
         if not isinstance(data, batch_splitting.SplitBatch):
             return self._run_one(data)
         totals = batch_splitting.count_examples(data, self._strategy)
@@ -209,9 +209,9 @@ class Execution:
         shapes: dict[str, tf.TensorShape] = {}
 
         def body(done: tf.Tensor, _: Any, logs: Logs, waited: tf.Tensor) -> Structure:
-            # The keys of gathering collectives contain it: TensorFlow keeps the shape of a key's first use, and batches differ.
+            # The keys of gathering collectives contain the step's number: TensorFlow keeps the shape of a key's first use, and batches differ.
             self._replica.number = done
-            # An optional, as an OutOfRangeError in the loop would lose the logs of the steps that are done.
+            # An optional, because an OutOfRangeError in the loop would lose the logs of the completed steps.
             data, seconds = measure_input_wait(iterator.get_next_as_optional)
             more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
             return done + tf.cast(more, tf.int32), more, logs, waited + seconds
@@ -229,15 +229,15 @@ class Execution:
             shapes.update({dtype: values.shape for dtype, values in packed.items()})
             return {**logs, **packed}
 
-        none = {dtype.name: tf.zeros([0], dtype) for dtype in PACKED}
+        empty_logs = {dtype.name: tf.zeros([0], dtype) for dtype in PACKED}
         done, _, logs, waited = tf.while_loop(
             lambda done, more, *_: tf.logical_and(more, done < steps),
             body,
-            (0, True, none, tf.constant(0.0, tf.float64)),
+            (0, True, empty_logs, tf.constant(0.0, tf.float64)),
             shape_invariants=(
                 tf.TensorShape([]),
                 tf.TensorShape([]),
-                dict.fromkeys(none, tf.TensorShape([None])),
+                dict.fromkeys(empty_logs, tf.TensorShape([None])),
                 tf.TensorShape([]),
             ),
             parallel_iterations=1,  # steps must not overlap: each reads the variables that the one before writes
@@ -249,18 +249,18 @@ class Execution:
             return *self._reduced(packed), (waited, done)
 
     def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
-        """Returns the logs and the workers' notes, both averaged over the workers."""
-        flags = None
+        """Returns the logs and the workers' flags, both averaged over the workers."""
+        agreed_flags = None
         if self._strategy.traits.several_processes:
-            if (notes := self._strategy.notes) is not None:
-                packed = {**packed, _NOTES: tf.concat([packed.get(_NOTES, []), notes], 0)}
-            each = self._strategy.run(lambda: self._on_first_replica(packed))
-            packed = {dtype: self._strategy.reduce("SUM", value, axis=None) for dtype, value in each.items()}
-            if notes is not None:
-                logs, flags = tf.split(packed[_NOTES], [-1, notes.shape[0]])
-                packed, flags = {**packed, _NOTES: logs}, flags / self._strategy.num_workers
+            if (flags := self._strategy.flags) is not None:
+                packed = {**packed, _FLAGS_DTYPE: tf.concat([packed.get(_FLAGS_DTYPE, []), flags], 0)}
+            per_replica = self._strategy.run(lambda: self._on_first_replica(packed))
+            packed = {dtype: self._strategy.reduce("SUM", value, axis=None) for dtype, value in per_replica.items()}
+            if flags is not None:
+                logs, agreed_flags = tf.split(packed[_FLAGS_DTYPE], [-1, flags.shape[0]])
+                packed, agreed_flags = {**packed, _FLAGS_DTYPE: logs}, agreed_flags / self._strategy.num_workers
         replicas = tf_internals.num_replicas(self._strategy)
-        return self._replica.unpack({dtype: values / replicas for dtype, values in packed.items()}), flags
+        return self._replica.unpack({dtype: values / replicas for dtype, values in packed.items()}), agreed_flags
 
     def _on_first_replica(self, packed: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns a process's sums on its first replica, and zeros on the others."""
@@ -270,15 +270,15 @@ class Execution:
 
 
 def _as_tensor(value: Structure) -> Structure:
-    """Returns an array as a tensor, as a `tf.function` does with its arguments, which `run_eagerly=True` leaves out."""
+    """Converts an array to a tensor. A `tf.function` does so with its arguments, but `run_eagerly=True` does not use one."""
     return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
 
 def measure_input_wait(get: Callable[[], Structure]) -> tuple[Structure, tf.Tensor]:
-    """Returns the result of `get`, and the seconds until all of its tensors were there, a float64 scalar.
+    """Returns the result of `get`, and the seconds until all of its tensors were available, a float64 scalar.
 
-    A graph that draws its own data gives no other measure of how long a step waits for its batch. The seconds are NaN
-    where operations are deterministic: TensorFlow then has no clock.
+    The graph draws its own data, so only the graph can measure how long a step waits for its batch. The seconds are NaN
+    with deterministic operations, because TensorFlow then has no clock.
     """
     if tf_internals.is_op_determinism_enabled():
         return get(), tf.constant(float("nan"), tf.float64)
@@ -294,7 +294,7 @@ def measure_input_wait(get: Callable[[], Structure]) -> tuple[Structure, tf.Tens
 def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
     """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
 
-    The batch of such a step has made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep the step's update.
+    The batch of a skipped step may have made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep the step's update.
     """
     model = replica.model
     counts = skipped_updates(model) if replica.trains else []
@@ -302,10 +302,10 @@ def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[Non
         yield
         return
     local = model.distribute_strategy.experimental_local_results
-    kept = [each.value for each in model.non_trainable_variables if each.value.dtype.is_floating]
-    kept += [each for each in declared_weights.combined_variables(model) if not each.dtype.is_floating]
-    kept += [] if keeps_metrics else metric_variables(model)
-    components = [component for variable in kept for component in local(variable)]
+    variables = [weight.value for weight in model.non_trainable_variables if weight.value.dtype.is_floating]
+    variables += [v for v in declared_weights.combined_variables(model) if not v.dtype.is_floating]
+    variables += [] if keeps_metrics else metric_variables(model)
+    components = [component for variable in variables for component in local(variable)]
 
     def skipped() -> tf.Tensor:
         return tf.add_n([local(count)[0].read_value() for count in counts])
@@ -324,7 +324,7 @@ class Prediction:
     """A model's `predict_function`: predicts batches, each on all replicas.
 
     Attributes:
-        own_rows: Of each batch that no worker had in whole, the rows of each replica of this worker. For the caller to clear.
+        own_rows: For each batch of the workers' own data, the number of rows of each replica of this worker. The caller clears it.
     """
 
     def __init__(self, model: keras.Model):
@@ -339,23 +339,23 @@ class Prediction:
             self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
 
     def __call__(self, batches: Sequence[Structure], is_whole: bool = False) -> Structure:
-        """Returns the outputs of a list of batches, as of one. If `is_whole`, every replica is given all of them, and takes its part.
+        """Returns the outputs of a list of batches, concatenated. If `is_whole`, every replica receives all rows and predicts its part.
 
-        Raises StopIteration where no example is left, and RuntimeError where the user's step raises StopIteration.
+        Raises StopIteration if no example remains, and RuntimeError if the user's step raises StopIteration.
         """
-        each = []
+        outputs = []
         for batch in batches:
             if isinstance(batch, SplitBatch) and not batch_splitting.count_examples(batch, self._strategy)[0]:
                 break
             try:
-                each.append(self._run(tf.nest.map_structure(_as_tensor, batch), is_whole))
+                outputs.append(self._run(tf.nest.map_structure(_as_tensor, batch), is_whole))
                 if isinstance(batch, SplitBatch) and batch_splitting.is_own(batch, self._strategy):
                     self.own_rows.append(batch_splitting.local_rows(batch, self._strategy))
             except StopIteration as e:
                 raise stop_iteration_error("The model's predict_step", e) from e
-        if not each:
+        if not outputs:
             raise StopIteration
-        return each[0] if len(each) == 1 else tf.nest.map_structure(keras_loops.concatenate, *each)
+        return outputs[0] if len(outputs) == 1 else tf.nest.map_structure(keras_loops.concatenate, *outputs)
 
     def _run_one(self, data: Structure, is_whole: bool) -> Structure:
         """Predicts one batch."""
@@ -377,21 +377,21 @@ class Prediction:
         return keras_loops.concatenate_replicas(outputs, self._strategy)
 
     def _context(self, data: SplitBatch) -> StepContext:
-        rows, place = batch_splitting.examples(data.batch), None
+        rows, position = batch_splitting.examples(data.batch), None
         examples = rows if data.counts is None else data.counts[0, 0]
         if data.counts is not None and data.counts.shape[1] == 3:
-            place = functools.partial(batch_splitting.place_in_batch, self._strategy, data.counts[0, 1])
+            position = functools.partial(batch_splitting.position_in_batch, self._strategy, data.counts[0, 1])
         return StepContext(
             None if examples is None else tf.convert_to_tensor(examples),
             rows=rows,
-            place=place,
+            position=position,
             is_compiled=self._model.jit_compile and not self._model.run_eagerly,
             is_alone=self._strategy.num_replicas_in_sync == 1,
         )
 
 
 def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:
-    """Makes Keras use `Execution` and `Prediction` for `model`, and its optimizers reduce gradients first. In place."""
+    """Makes Keras use `Execution` and `Prediction` for `model`, and its optimizers reduce gradients before they use them, in place."""
     if not keras_internals.has_replaced_make_function(model):
         model.train_function = model.test_function = None
     keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
@@ -409,7 +409,7 @@ def attach(model: keras.Model, compression: Compressor | None = None, nan_policy
 
 
 def _make_predict_function(model: keras.Model, force: bool = False) -> Any:
-    """As Keras' own, which `predict` calls, and which makes the function once for each `compile`."""
+    """Replaces Keras' method, which `predict` calls; makes the function once for each `compile`."""
     if model.predict_function is None or force:
         model.predict_function = Prediction(model)
     return model.predict_function
@@ -420,7 +420,7 @@ def _as_number(value: Structure) -> Any:
 
 
 class SynchronousEngine(Engine):
-    """The engine of strategies whose replicas train in step: the sum of their gradients updates all weights."""
+    """The engine of strategies with synchronous replicas: the sum of their gradients updates all weights."""
 
     def __init__(self, strategy: Strategy, compressor: Compressor | None = None):
         self.strategy = strategy
@@ -438,22 +438,22 @@ class SynchronousEngine(Engine):
         source: DataSource = self.strategy.source_from_function(make)
         return source
 
-    def run(self, function: StepFunction, iterator: DataIterator, left: int | None) -> Logs:
+    def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:
         if isinstance(function, Execution):
-            return function.run(iterator, left)
+            return function.run(iterator, remaining_steps)
         return run_to_end(function, iterator)
 
     def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
         return function.run_batch(batch) if isinstance(function, Execution) else function(iter([batch]))
 
     def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
-        """As of `Engine`. A metric may return its variable, which a validation would change before callbacks get the logs of training."""
-        found = keras_loops.metrics_or_logs(model, logs)
-        if found is not logs:
-            found = {name: _as_number(value) for name, value in found.items()}
-        if isinstance(function, Execution) and found is not None and found is function.logs:
+        """Implements `Engine.epoch_logs`. Reads variables in the logs now, because validation would change them before callbacks receive the logs."""
+        results = keras_loops.metrics_or_logs(model, logs)
+        if results is not logs:
+            results = {name: _as_number(value) for name, value in results.items()}
+        if isinstance(function, Execution) and results is not None and results is function.logs:
             return {**logs, **function.computed_logs()}
-        return found
+        return results
 
     def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Structure]:
 
@@ -472,7 +472,7 @@ class SynchronousEngine(Engine):
         return predict
 
     def data_to_predict(self, model: keras.Model, data: Structure) -> Structure:
-        """As of `Engine`; a dataset is sharded by batches, unless each worker has its own."""
+        """Implements `Engine.data_to_predict`; a dataset is sharded by batches, unless each worker has its own."""
         has_peers = self.strategy.traits.several_processes and self.strategy.num_workers > 1
         if not isinstance(data, tf.data.Dataset) or (worker_rows.is_own(data) and has_peers):
             return data

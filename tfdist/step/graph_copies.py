@@ -1,4 +1,4 @@
-"""Copies computations from one graph to another, such as the logs that a custom step computes from its metrics."""
+"""Copies of computations from one graph in another, such as the logs that a custom step computes from its metrics."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ class ComputedLogs:
     the end of an epoch or evaluation Keras computes a log with a metric's name from all replicas' counts; `now` does so
     for the others.
 
-    `logs` are those of its step, on a replica for which the step is being traced.
+    `logs` are the logs of the step that is being traced, on one replica.
     """
 
     def __init__(self, model: keras.Model, logs: Mapping[str, Any]):
@@ -35,14 +35,14 @@ class ComputedLogs:
         self._compute = tf.function(self._copy_logs, autograph=False)
 
     def now(self) -> dict[str, Any]:
-        """Returns these logs as they are for all replicas: collectives, where workers hold the metrics."""
+        """Returns these logs, computed from the metrics of all replicas; a collective if workers hold the metrics."""
         if not self._logs:
             return {}
-        found: dict[str, Any] = self._compute({key: tf.convert_to_tensor(v) for key, v in self._variables.items()})
-        return found
+        logs: dict[str, Any] = self._compute({key: tf.convert_to_tensor(v) for key, v in self._variables.items()})
+        return logs
 
     def _read(self, tensor: tf.Tensor) -> int | None:
-        """Returns which variable a tensor is read from."""
+        """Returns the key of the variable that a tensor reads, or None."""
         if tensor.op.type != "ReadVariableOp" or id(tensor.op.inputs[0]) not in self._variables:
             return None
         return id(tensor.op.inputs[0])
@@ -58,7 +58,7 @@ class ComputedLogs:
 def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: Structure) -> Structure:
     """Computes `values`, tensors of another graph for which `depends_only_on` holds, in the current graph.
 
-    `now` returns the current graph's tensor that replaces one of the other graph, or None where the tensor is not given.
+    `now` returns the current graph's tensor that replaces a tensor of the other graph, or None to copy its operation.
     """
     graph = tf.compat.v1.get_default_graph()
     copies: dict[int, tf.Tensor] = {}
@@ -71,35 +71,36 @@ def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: 
                 copies[id(tensor)] = replaced
                 return replaced
             op = tensor.op
-            made = graph.create_op(
+            copied_op = graph.create_op(
                 op.type,
-                [copy(each) for each in op.inputs],
-                [each.dtype for each in op.outputs],
+                [copy(tensor) for tensor in op.inputs],
+                [output.dtype for output in op.outputs],
                 attrs={name: op.node_def.attr[name] for name in op.node_def.attr},
                 op_def=op.op_def,
             )
-            copies.update((id(old), new) for old, new in zip(op.outputs, made.outputs, strict=True))
+            copies.update((id(old), new) for old, new in zip(op.outputs, copied_op.outputs, strict=True))
         return copies[id(tensor)]
 
     return tf.nest.map_structure(copy, values)
 
 
-def depends_only_on(given: Callable[[tf.Tensor], bool], values: Structure) -> bool:
-    """Returns whether `values`, tensors in any structure, are computed from constants and those tensors of their graph alone for which `given` holds."""
-    pending, seen, met = list(tf.nest.flatten(values)), set(), False
+def depends_only_on(is_source: Callable[[tf.Tensor], bool], values: Structure) -> bool:
+    """Returns whether `values`, a structure of tensors, depend only on constants and on tensors (at least one) for which `is_source` is true."""
+    pending, seen, has_source = list(tf.nest.flatten(values)), set(), False
     while pending:
-        each = pending.pop()
-        if _is_constant(each) or id(each) in seen:
+        tensor = pending.pop()
+        if _is_constant(tensor) or id(tensor) in seen:
             continue
-        seen.add(id(each))
-        if given(each):
-            met = True
+        seen.add(id(tensor))
+        if is_source(tensor):
+            has_source = True
             continue
-        # What else has no inputs is an argument, a variable, or random.
-        if each.op.type != "Const" and (not each.op.inputs or each.op.op_def.is_stateful or _calls_functions(each.op)):
+        # Other operations without inputs are arguments, variables or random numbers.
+        op = tensor.op
+        if op.type != "Const" and (not op.inputs or op.op_def.is_stateful or _calls_functions(op)):
             return False
-        pending += each.op.inputs
-    return met
+        pending += op.inputs
+    return has_source
 
 
 def _is_constant(value: Structure) -> bool:
@@ -110,26 +111,26 @@ def _calls_functions(op: tf.Operation) -> bool:
     return any(op.node_def.attr[name].HasField("func") for name in op.node_def.attr)
 
 
-def depends_on(given: Structure, value: tf.Tensor) -> bool:
-    """Returns whether a tensor is computed from one of the tensors in `given`; True outside of a graph, where it is unknown."""
+def depends_on(sources: Structure, value: tf.Tensor) -> bool:
+    """Returns whether a tensor depends on one of the tensors in `sources`; True outside of a graph, where this is unknown."""
     if isinstance(value, EagerTensor):
         return True
-    wanted = {id(each) for each in tf.nest.flatten(given, expand_composites=True)}
+    source_ids = {id(source) for source in tf.nest.flatten(sources, expand_composites=True)}
     pending, seen = [value], set()
     while pending:
-        each = pending.pop()
-        if id(each) in wanted:
+        tensor = pending.pop()
+        if id(tensor) in source_ids:
             return True
-        if id(each) not in seen:
-            seen.add(id(each))
-            pending += each.op.inputs
+        if id(tensor) not in seen:
+            seen.add(id(tensor))
+            pending += tensor.op.inputs
     return False
 
 
 def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> bool:
-    """Returns whether `value`, which a variable holds now, is `start`, which it held, plus or minus what does not depend on it.
+    """Returns whether `value`, a variable's new value, is its old value `start` plus or minus addends that do not depend on it.
 
-    The addends must not depend on `state`, what all variables held, `start` among them. All are tensors of one graph.
+    The addends must not depend on `state`, the old values of all variables, including `start`. All are tensors of one graph.
     """
     if value is start:
         return True
@@ -141,25 +142,25 @@ def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> b
         return adds_to(start, inputs[0], state) and not depends_on(state, inputs[1])
     if op.type not in ("Add", "AddV2", "AddN"):
         return False
-    rest = [each for each in inputs if not depends_on(start, each)]
-    own = [each for each in inputs if depends_on(start, each)]
-    return len(own) == 1 and adds_to(start, own[0], state) and not any(depends_on(state, each) for each in rest)
+    addends = [tensor for tensor in inputs if not depends_on(start, tensor)]
+    own = [tensor for tensor in inputs if depends_on(start, tensor)]
+    return len(own) == 1 and adds_to(start, own[0], state) and not any(depends_on(state, addend) for addend in addends)
 
 
 def trace_apart(fn: Function, specs: Sequence[Structure]) -> Structure:
     """Traces a function in a graph that is never run. Returns the function's result.
 
-    It runs in a new thread, outside of the replicas: a function within a replica's step could assign none of their
-    variables. There `keras.random` draws from a separate generator, so that the steps' numbers stay the same.
+    It runs in a new thread, outside of the replicas, because a function within a replica's step could not assign the
+    replicas' variables. `keras.random` draws from a separate generator there, so that the steps' random numbers do not change.
     """
-    strategy, found = tf.distribute.get_strategy(), []
+    strategy, results = tf.distribute.get_strategy(), []
 
-    def keep(*args: Any) -> None:
-        found.append(fn(*args))
+    def record(*args: Any) -> None:
+        results.append(fn(*args))
 
     def trace() -> None:
         with strategy.scope(), random_seeds.StepSeedGenerator(tf.constant(0), seed=1).installed():
-            tf.function(keep, autograph=False).get_concrete_function(*specs)
+            tf.function(record, autograph=False).get_concrete_function(*specs)
 
     random_seeds.run_in_clean_thread(trace)
-    return found[-1]
+    return results[-1]

@@ -1,4 +1,4 @@
-"""Corrects the losses of a replica, so that their average over the replicas, and their logs, equal those of one process."""
+"""Corrections of a replica's losses, so that their average over the replicas, and their logs, equal those of one process."""
 
 from __future__ import annotations
 
@@ -92,7 +92,7 @@ def _replace_losses(compiled: keras.losses.Loss) -> None:
 
 
 class _CompiledLoss:
-    """Replaces a loss of `model.compile`; its kind, found in the first step, says how to correct it for a replica."""
+    """The replacement of a loss of `model.compile`. The first step determines the kind of the loss, which decides the correction."""
 
     def __init__(self, loss: keras.losses.Loss):
         self.loss = loss
@@ -142,7 +142,7 @@ class _CompiledLoss:
         if type(self.loss).__call__ is not keras.losses.Loss.__call__:
             return "whole"
         implementations = [type(self.loss).call, *([] if function is None else [function])]
-        if all((getattr(each, "__module__", None) or "").startswith("keras.") for each in implementations):
+        if all((getattr(code, "__module__", None) or "").startswith("keras.") for code in implementations):
             is_batch_loss = isinstance(self.loss, _BATCH_LOSSES) or function in _BATCH_LOSS_FUNCTIONS
             return "whole" if is_batch_loss else "examples"
         if tf.executing_eagerly():  # an eager loss may contain Python code that cannot be traced
@@ -154,7 +154,7 @@ class _CompiledLoss:
 
     def _values(self, y_true: Structure, y_pred: Structure) -> Structure:
         rows = (y_true, y_pred)
-        rows = tf.nest.map_structure(lambda each: keras.ops.convert_to_tensor(each, self.loss.dtype), rows)
+        rows = tf.nest.map_structure(lambda values: keras.ops.convert_to_tensor(values, self.loss.dtype), rows)
         return self.loss.call(*rows)
 
     def _of_whole_batch(self, step: StepContext, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
@@ -164,7 +164,8 @@ class _CompiledLoss:
             self._warned = True
             return self.loss(y_true, y_pred, sample_weight)
         rows = whole_batch.gathered(step, self.loss, y_true, y_pred, sample_weight)
-        with step_context.running(StepContext(None, is_alone=True)):  # the whole batch is here
+        # `rows` are the whole batch, which needs no correction.
+        with step_context.running(StepContext(None, is_alone=True)):
             value = self.loss(*rows)
         if value.shape.rank:
             raise ConfigError(
@@ -186,7 +187,7 @@ class _CompiledLoss:
 
 
 class _AddedLoss:
-    """Replaces `Model._aggregate_additional_loss`: adds a loss of a layer, corrected for this replica."""
+    """The replacement of `Model._aggregate_additional_loss`, which adds a layer's loss, corrected for this replica."""
 
     def __init__(self, model: keras.Model):
         self._model = model
@@ -209,13 +210,13 @@ class _AddedLoss:
             # Keras divides an activity regularizer's loss by the number of examples: a mean, as assumed.
             if layer.activity_regularizer is not None or layer.name in self._warned:
                 continue
-            if any(each is loss for each in keras_losses.added_losses(layer)) and depends_on(step.data, loss):
+            if any(added is loss for added in keras_losses.added_losses(layer)) and depends_on(step.data, loss):
                 self._warned.add(layer.name)
                 warnings.warn(_MEAN_ADDED.format(layer.name), stacklevel=2)
 
 
 class _WeightedLossTracker:
-    """Replaces `update_state` of a metric that tracks the mean of a loss. Keras' step and custom steps call it."""
+    """The replacement of `update_state` for a metric that tracks the mean of a loss. Keras' step and custom steps call it."""
 
     def __init__(self, tracker: keras.metrics.Metric):
         self._update = tracker.update_state

@@ -1,8 +1,8 @@
-"""Metrics that are no sum over examples: each replica updates them with the whole batch.
+"""Metrics that are not sums over examples: each replica updates them with the whole batch.
 
-Keras adds up the variables of a metric over the replicas. That is right if a metric counts each example by itself, as those of
-`keras.metrics` do. It is wrong for a function that returns one number for a batch (Dice), for a correlation along the batch, and for a class
-that keeps a maximum or adds one number for a batch. Such a metric is given the whole batch on each replica (`whole_batch`), so that it
+Keras sums the variables of a metric over the replicas. That is right if a metric counts each example independently, as those of
+`keras.metrics` do. It is wrong for a function that returns one number for a batch (Dice) and for a correlation along the batch. It is wrong, too,
+for a class that keeps a maximum or adds one number for a batch. Such a metric receives the whole batch on each replica (`whole_batch`), so that it
 computes the values of one process.
 """
 
@@ -28,7 +28,7 @@ from tfdist.step.graph_copies import trace_apart
 logger = logging.getLogger(__name__)
 
 # Keras' own functions whose values depend on the other examples of a batch.
-_OF_BATCHES = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
+_BATCH_FUNCTIONS = (keras.losses.circle, keras.losses.dice, keras.losses.tversky)
 _PARTS_COUNTED = (
     "The metric {} is counted on each replica's part of the batch, and the parts are added up: {}. That is right only if it counts each "
     "example by itself. If it does, set `sums_examples = True` in its class, or let its function return one value for each example; "
@@ -41,10 +41,10 @@ Kind = Literal["examples", "mean", "state"]
 def kind(metric: keras.metrics.Metric) -> Kind | None:
     """Returns how the replicas compute a metric; None if that depends on its function's result.
 
-    - `"examples"`: it counts each example by itself, so each replica counts its own. Keras' own classes do, and those that say so
-      by an attribute `sums_examples = True`.
-    - `"mean"`: it is the mean of a function, which is given the whole batch.
-    - `"state"`: its class updates its variables in its own way, with the whole batch.
+    - `"examples"`: it counts each example independently, so each replica counts its own. Keras' own classes do, and classes with an
+      attribute `sums_examples = True`.
+    - `"mean"`: it is the mean of a function, which receives the whole batch.
+    - `"state"`: its class has a custom update, which receives the whole batch.
     """
     if getattr(metric, "sums_examples", False):
         return "examples"
@@ -55,11 +55,11 @@ def kind(metric: keras.metrics.Metric) -> Kind | None:
     function, arguments = keras_metrics.function(metric)
     if not keras_metrics.is_keras_code(function):
         return None
-    return "mean" if function in _OF_BATCHES or arguments.get("axis", -1) != -1 else "examples"
+    return "mean" if function in _BATCH_FUNCTIONS or arguments.get("axis", -1) != -1 else "examples"
 
 
 def give_whole_batch(model: keras.Model) -> None:
-    """Makes a compiled model's metrics right for a step on one of several replicas. In place."""
+    """Replaces updates of a model's metrics so that they are correct in a step on one of several replicas, in place."""
     compiled = keras_metrics.compiled_metrics(model)
     if compiled is not None and not compiled.built and "build" not in vars(compiled):
         replace_after_build(compiled, lambda: _replace_updates(compiled.metrics))
@@ -86,11 +86,11 @@ def _replace_updates(metrics: Iterable[keras.metrics.Metric]) -> None:
 
 
 class _WholeBatchUpdate:
-    """`update_state` of a metric that is no sum over examples.
+    """The replacement of `update_state` for a metric that is not a sum over examples.
 
     Attributes:
         has_seen_whole_batch: Whether the metric was updated with the whole batch when a step was last traced. All replicas then
-            take part, also one without examples.
+            take part, including replicas without examples.
     """
 
     def __init__(self, metric: keras.metrics.Metric, known: Kind | None):
@@ -107,10 +107,10 @@ class _WholeBatchUpdate:
         self._kind = self._kind or self._kind_of_function(*args, **kwargs)
         if self._kind == "examples":
             return self._update(*args, **kwargs)
-        if (why := self._obstacle(step, args, kwargs)) is not None:
+        if (obstacle := self._obstacle(step, args, kwargs)) is not None:
             self.has_seen_whole_batch = False
             if not self._warned:
-                logger.warning(_PARTS_COUNTED.format(self._metric.name, why))
+                logger.warning(_PARTS_COUNTED.format(self._metric.name, obstacle))
             self._warned = True
             return self._update(*args, **kwargs)
         self.has_seen_whole_batch = True
@@ -122,22 +122,22 @@ class _WholeBatchUpdate:
         after = [scope.get_current_value(v) for v in variables]
         context = tf.distribute.get_replica_context()
         for variable, value in zip(variables, after, strict=True):
-            if self._kind == "mean":  # each replica adds its part of what all of them have computed
+            if self._kind == "mean":  # each replica adds an equal part of the common result
                 variable.assign_add(value / num_replicas(context.strategy))
-            else:  # a sum over replicas, of which one has everything
+            else:  # Keras sums over replicas: one replica holds the value, the others hold 0
                 is_first = tf.equal(context.replica_id_in_sync_group, 0)
                 variable.assign(tf.where(is_first, value, tf.zeros_like(value)))
         return None
 
     def _kind_of_function(self, y_true: Structure, y_pred: Structure, sample_weight: Structure = None) -> Kind:
-        """Returns whether the function of a `MeanMetricWrapper` has a value for each example. It is traced apart from the step."""
+        """Returns "examples" if the function of a `MeanMetricWrapper`, traced apart from the step, has a value for each example, else "mean"."""
         function, arguments = keras_metrics.function(self._metric)
-        if tf.executing_eagerly():  # where it may do what cannot be traced
+        if tf.executing_eagerly():  # an eager function may contain code that cannot be traced
             return "mean"
         rows = tf.nest.map_structure(tf.type_spec_from_value, (y_true, y_pred))
         try:
             value = trace_apart(lambda *rows: function(*rows, **arguments), rows)
-        except Exception:  # the step will raise it, too, if it is the function's
+        except Exception:  # the step will raise an error of the function again
             return "mean"
         return "examples" if tf.convert_to_tensor(value).shape.rank else "mean"
 
@@ -148,12 +148,12 @@ class _WholeBatchUpdate:
 
 
 def _result_of_state(metric: keras.metrics.Metric, result: Callable[[], Any]) -> Any:
-    """`result` of a metric whose variables one replica holds: the same on all replicas."""
+    """Computes the `result` of a metric whose variables one replica holds; it is equal on all replicas."""
     step = step_context.current()
     if step is None or step.is_alone or not metric.update_state.has_seen_whole_batch:
         return result()
     variables = metric.variables
-    with _holding(variables, summed(variables)):  # a variable that it returns is to be read here, too
+    with _holding(variables, summed(variables)):  # `result` may return a variable, which must be read within the scope
         return tf.nest.map_structure(tf.convert_to_tensor, result())
 
 
@@ -165,11 +165,11 @@ def summed(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     # One message; float64 holds counts, too.
     own = tf.concat([tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables], 0)
     total = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
-    context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
+    context.strategy.decorrelate_random_numbers()  # this replica has waited for the others
     parts = tf.split(total, [math.prod(v.shape) for v in variables])
     return [tf.cast(tf.reshape(part, v.shape), v.dtype) for part, v in zip(parts, variables, strict=True)]
 
 
 def _holding(variables: Sequence[keras.Variable], values: Sequence[Structure]) -> keras.StatelessScope:
-    """Returns a scope in which variables hold other values, and assignments to them are kept."""
+    """Returns a scope in which variables hold other values, and assignments to them are recorded."""
     return keras.StatelessScope(state_mapping=list(zip(variables, values, strict=True)))

@@ -1,8 +1,8 @@
-"""Builds a model before its first step: by the form of the data, or by its own step. (Keras calls it on a batch.)
+"""The building of a model before its first step, from the specs of the data or by a trace of its step.
 
-Stock Keras draws a batch under a strategy, so that shuffled data come in another order than on one device; and it calls the
-model, which builds neither one without a `call` (a GAN, a VAE) nor any but the compiled optimizer. On one device it leaves both to
-the first run of the step. Here the step is traced once, which builds the objects that it uses.
+Under a strategy stock Keras draws a batch, so that shuffled data have another order than on one device, and calls the model on it.
+This builds neither models without `call` (a GAN, a VAE) nor optimizers other than the compiled one. On one device the first run of
+the step builds them. Here the step is traced once, which builds the objects that it uses.
 """
 
 from __future__ import annotations
@@ -28,23 +28,22 @@ from tfdist.compat import (
 )
 from tfdist.strategy import Strategy
 
-_left: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = (
-    weakref.WeakKeyDictionary()
-)  # what a step does not use
+# For each step, the ids of the objects that its trace leaves unbuilt.
+_unused: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = weakref.WeakKeyDictionary()
 
 
 def build(model: keras.Model, step: str, batch: Structure, parts: int | None = None) -> None:
-    """Builds the unbuilt parts of a model, for the step named `step`, which will run first.
+    """Builds a model's unbuilt objects for the step named `step`, which will run first.
 
-    `batch` is a replica's; or the form of a batch that is split among `parts` replicas.
+    `batch` is a replica's batch; or, with `parts`, the spec of a batch that is split among so many replicas.
     """
     if parts is not None:
         batch = tf.nest.map_structure(functools.partial(_of_replica, parts=parts), batch)
-    left = _left.setdefault(model, {})
+    unused = _unused.setdefault(model, {})
     with model.distribute_strategy.scope():
         if getattr(type(model), step) is getattr(keras.Model, step):
             _by_call(model, batch)
-        elif (unbuilt := _unbuilt(model) - left.get(step, set())) and not _by_keras_step(model, step, unbuilt):
+        elif (unbuilt := _unbuilt(model) - unused.get(step, set())) and not _by_keras_step(model, step, unbuilt):
             try:
                 trace(getattr(model, step), model, batch)
             except Exception as e:
@@ -53,7 +52,7 @@ def build(model: keras.Model, step: str, batch: Structure, parts: int | None = N
                 except Exception:
                     unsupported.check_traced(e)
                     raise e from e.__cause__
-            left[step] = _unbuilt(model)
+            unused[step] = _unbuilt(model)
 
 
 def _by_call(model: keras.Model, batch: Structure) -> None:
@@ -61,14 +60,14 @@ def _by_call(model: keras.Model, batch: Structure) -> None:
 
 
 def _by_keras_step(model: keras.Model, step: str, unbuilt: set[int]) -> bool:
-    """Builds the compiled optimizer for a step that extends Keras' own, if no more is missing. Returns whether that is so.
+    """Builds the compiled optimizer for a step that extends Keras' own, if nothing else is unbuilt. Returns whether that is so.
 
-    To trace the step of a large model takes long, and Keras' own applies that optimizer to all trainable weights.
+    This avoids the slow trace of a large model's step: Keras' own step applies that optimizer to all trainable weights.
     """
     loss = keras_losses.compiled_loss(model)
     known = {id(model.optimizer)}
     if loss is not None and not tf.nest.is_nested(model.loss):
-        known.add(id(loss))  # which has no variables, and is built by the step's first run
+        known.add(id(loss))  # the loss has no variables, and the first run of the step builds it
     if unbuilt - known or not _calls_keras_step(type(model), step):
         return False
     if id(model.optimizer) in unbuilt and step == "train_step":
@@ -77,11 +76,11 @@ def _by_keras_step(model: keras.Model, step: str, unbuilt: set[int]) -> bool:
 
 
 def _calls_keras_step(kind: type[keras.Model], step: str) -> bool:
-    """Returns whether each of a class's own methods of that name calls the one that it overrides, and none names the optimizer."""
-    for each in kind.__mro__[: kind.__mro__.index(keras.Model)]:
-        if (method := vars(each).get(step)) is None:
+    """Returns whether each override of Keras' method `step` calls the method that it overrides, and none uses the optimizer."""
+    for cls in kind.__mro__[: kind.__mro__.index(keras.Model)]:
+        if (method := vars(cls).get(step)) is None:
             continue
-        code = getattr(method, "__code__", None)  # none of a tf.function
+        code = getattr(method, "__code__", None)  # a tf.function has none
         names = code.co_names if code else ()
         if not {"super", step} <= set(names) or "optimizer" in names:
             return False
@@ -92,8 +91,8 @@ def _of_replica(form: Spec, parts: int) -> Structure:
     if _present(form) is None or not form.shape.rank or form.shape[0] is None:
         return form
     spec = form if isinstance(form, tf.TypeSpec) else tf.type_spec_from_value(form)
-    size, rest = divmod(form.shape[0], parts)
-    shape = [None if rest else size, *form.shape[1:]]
+    size, remainder = divmod(form.shape[0], parts)
+    shape = [None if remainder else size, *form.shape[1:]]
     if isinstance(spec, tf.RaggedTensorSpec):
         return tf.RaggedTensorSpec(shape, spec.dtype, spec.ragged_rank, spec.row_splits_dtype)
     return type(spec)(shape, spec.dtype)
@@ -106,14 +105,14 @@ def _unbuilt(model: keras.Model) -> set[int]:
 
 
 def trace(step: Step, model: keras.Model, batch: Structure) -> None:
-    """Traces the step, and drops the graph. Variables that it makes are made outside."""
+    """Traces the step, and drops the graph. Variables that the step makes are created outside of the graph."""
     strategy = model.distribute_strategy
     with (
         tf_internals.FuncGraph(step.__name__).as_default(),
         tf.variable_creator_scope(functools.partial(_outside_of_graphs, strategy)),
         tf.distribute.ReplicaContext(strategy, 0),
         strategy.as_one_replica(),
-        _noting(optimizer_search.optimizers(model)) as applied,
+        _recording_apply(optimizer_search.optimizers(model)) as applied,
     ):
         step(tf.nest.map_structure(_placeholder, batch))
     for optimizer, variables in applied:
@@ -127,12 +126,12 @@ def _outside_of_graphs(strategy: Strategy, create: Callable[..., tf.Variable], *
 
 
 def _present(value: Structure) -> Structure:
-    """Returns a part of a batch, or of its form, and None for an absent part."""
+    """Returns a component of a batch or of its spec; None if it is absent."""
     return value if hasattr(value, "shape") and hasattr(value, "dtype") else None
 
 
 def _placeholder(value: Structure) -> Structure:
-    """Returns the placeholder of a part of the batch in the graph; only a form says whether the size may differ."""
+    """Returns the placeholder of a component of the batch; a tensor's batch size becomes unknown, a spec's stays."""
     if _present(value) is None:
         return None
     if isinstance(value, tf_internals.CompositeTensor):
@@ -145,11 +144,11 @@ def _placeholder(value: Structure) -> Structure:
 
 
 @contextlib.contextmanager
-def _noting(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[list[tuple[Any, list[Any]]]]:
-    """Makes `apply` of the optimizers note for which variables it is called, and do no more."""
+def _recording_apply(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[list[tuple[Any, list[Any]]]]:
+    """Makes `apply` of the optimizers only record the variables for which it is called."""
     applied: list[tuple[Any, list[Any]]] = []
 
-    def note(
+    def record(
         optimizer: keras.optimizers.Optimizer, grads: Sequence[Gradient], trainable_variables: Variables | None = None
     ) -> None:
         if trainable_variables:
@@ -157,7 +156,7 @@ def _noting(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[list[t
 
     before = [vars(optimizer).get("apply") for optimizer in optimizers]
     for optimizer in optimizers:
-        optimizer.apply = functools.partial(note, optimizer)
+        optimizer.apply = functools.partial(record, optimizer)
     try:
         yield applied
     finally:

@@ -1,4 +1,4 @@
-"""Runs a model's step on one replica, weighted by the replica's share of the batch."""
+"""A model's step on one replica, weighted by the replica's share of the batch."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from tfdist.step import empty_replicas, losses, model_building
 from tfdist.step.graph_copies import ComputedLogs
 
 BATCH_NORM_WITHOUT_EXAMPLES = (
-    "A training batch does not give each replica an example, and BatchNormalization makes NaN of none; choose another batch "
-    "size, or leave the rest out (drop_remainder=True)."
+    "A training batch does not give each replica an example, and BatchNormalization would produce NaN; choose another batch "
+    "size, or drop the last batch (drop_remainder=True)."
 )
 PACKED = (tf.float32, tf.float64)  # the types of packed logs
 
@@ -34,7 +34,7 @@ class ReplicaStep:
         self.trains = step == model.train_step
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self.counts = self._replicas > 1 and equal_weights.guard(model.distribute_strategy, model.weights)
-        # As a known size is a constant, which would not be seen to depend on the data.
+        # A static batch size is a constant, whose dependence on the data would not be detected.
         self._relaxes = equal_weights.watch_averages(model.distribute_strategy, model) or self.counts
         # Keras' own step scales one loss and applies its gradients once.
         self._by_loss = type(model).train_step is keras.Model.train_step
@@ -44,16 +44,16 @@ class ReplicaStep:
         self._compiled: dict[int, Function] = {}  # one for each replica
         self._variables: Any = None
         self._logs: Any = None
-        self.number: Any = 0  # of the step that is being traced among those of an execution
+        self.number: Any = 0  # index of the traced step in its execution
 
     def __call__(self, data: Structure, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
-        """Runs the step on this replica's batch or split batch; `totals` are those of `batch_splitting.count_examples`.
+        """Runs the step on this replica's batch or split batch; `totals` is the result of `batch_splitting.count_examples`.
 
-        Returns the packed logs, and the moves of statistics, as of `empty_replicas.snapshot_statistics`.
+        Returns the packed logs, and the changes of the statistics (see `empty_replicas.snapshot_statistics`).
         """
-        # What needs no data (counting the step, drawing a dropout mask) must not run where there turn out to be none.
-        given = tf.nest.flatten((data, totals), expand_composites=True)
-        with tf.control_dependencies([tensor for tensor in given if isinstance(tensor, tf.Tensor)]):
+        # Operations that need no data (counting the step, drawing a dropout mask) must not run after the data have ended.
+        inputs = tf.nest.flatten((data, totals), expand_composites=True)
+        with tf.control_dependencies([tensor for tensor in inputs if isinstance(tensor, tf.Tensor)]):
             data = batch_splitting.without_optionals(data)
             return (
                 self._run_split_batch(data, totals)
@@ -62,9 +62,9 @@ class ReplicaStep:
             )
 
     def check_counts(self, data: Structure) -> None:
-        """Traces the step on a batch of all replicas: eager values do not show whether they depend on data. Outside of replicas.
+        """Traces the step, because eager values do not show whether they depend on data. Outside of replicas.
 
-        Raises ConfigError where an integer weight is assigned a value that depends on the data, or the step cannot be traced.
+        Raises ConfigError if an integer weight is assigned a value that depends on the data, or the step cannot be traced.
         """
         batch = data.batch if isinstance(data, batch_splitting.SplitBatch) else data
         local = self.model.distribute_strategy.experimental_local_results
@@ -81,20 +81,22 @@ class ReplicaStep:
 
     def _run_split_batch(self, dealt: Structure, totals: Structure) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         data, counts = dealt
-        mine = counts[0, 0]
-        examples, everything = tf.cast(mine, tf.float64), tf.cast(totals[0], tf.float64)
+        own_count = counts[0, 0]
+        examples, all_examples = tf.cast(own_count, tf.float64), tf.cast(totals[0], tf.float64)
         if self.trains and self._replicas > 1 and self.model.distribute_strategy.traits.shared_variables:
-            # Statistics are one for all replicas.
+            # All replicas share one copy of the statistics.
             data = self._check_batch_norm_has_examples(data, self._replicas - totals[1])
-        after = empty_replicas.snapshot_statistics(self.model, mine, totals)
-        place = None
-        if counts.shape[1] == 3:  # its part of a batch that all replicas were given, not a batch of its own
-            place = functools.partial(batch_splitting.place_in_batch, self.model.distribute_strategy, counts[0, 1])
-        packed = self._run(data, tf.cast(mine, tf.int32), lambda: examples / everything, place)
+        after = empty_replicas.snapshot_statistics(self.model, own_count, totals)
+        position = None
+        if counts.shape[1] == 3:  # a part of a batch of all replicas, not a batch of this replica alone
+            position = functools.partial(
+                batch_splitting.position_in_batch, self.model.distribute_strategy, counts[0, 1]
+            )
+        packed = self._run(data, tf.cast(own_count, tf.int32), lambda: examples / all_examples, position)
         moves = after()
-        # Numbers of the logs are averaged over the replicas, each of which counts as its examples do.
-        weight = examples * self._replicas / everything
-        packed = {name: tf.math.multiply_no_nan(each, tf.cast(weight, each.dtype)) for name, each in packed.items()}
+        # The logs are averaged over the replicas, each weighted by its number of examples.
+        weight = examples * self._replicas / all_examples
+        packed = {name: tf.math.multiply_no_nan(logs, tf.cast(weight, logs.dtype)) for name, logs in packed.items()}
         return packed, moves
 
     def _run_unsplit_batch(self, data: Structure) -> dict[str, tf.Tensor]:
@@ -105,25 +107,27 @@ class ReplicaStep:
             if examples is None:
                 return self._run(data, None, lambda: 1 / self._replicas, None)
             size = examples * self._replicas
-            place = functools.partial(batch_splitting.place_in_batch, self.model.distribute_strategy, size)
-            return self._run(data, tf.constant(examples), lambda: 1 / self._replicas, place)
-        # For losses of any precision. No replica can know by itself that another one has nothing.
-        mine = tf.stack([tf.cast(examples, tf.float64), tf.cast(tf.equal(examples, 0), tf.float64)])
-        if not self.trains or self._replicas == 1:  # a test step seldom has need of its share
+            position = functools.partial(batch_splitting.position_in_batch, self.model.distribute_strategy, size)
+            return self._run(data, tf.constant(examples), lambda: 1 / self._replicas, position)
+        # float64 suits losses of any precision. The second value counts replicas without examples, which no replica knows alone.
+        counts = tf.stack([tf.cast(examples, tf.float64), tf.cast(tf.equal(examples, 0), tf.float64)])
+        if not self.trains or self._replicas == 1:  # a test step rarely needs its share
             return self._run(
-                data, examples, lambda: mine[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, mine)[0], None
+                data, examples, lambda: counts[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, counts)[0], None
             )
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, mine)
-        return self._run(self._check_batch_norm_has_examples(data, sums[1]), examples, lambda: mine[0] / sums[0], None)
+        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+        return self._run(
+            self._check_batch_norm_has_examples(data, sums[1]), examples, lambda: counts[0] / sums[0], None
+        )
 
     def _run(
         self,
         data: Structure,
         examples: tf.Tensor | None,
         part: Callable[[], Structure],
-        place: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
+        position: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
     ) -> dict[str, tf.Tensor]:
-        """Runs the step on a batch, of which `examples` count; `part` returns this replica's part in the mean over the batch of all."""
+        """Runs the step on a batch of which `examples` rows count; `part` returns this replica's share of the batch of all replicas."""
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
         if self._replicas == 1:
@@ -133,7 +137,7 @@ class ReplicaStep:
         with strategy.as_one_replica():
             if not self._compiles:
                 known = (lambda: share) if self.trains else part
-                with self._within(data, share, examples, known, place):
+                with self._within(data, share, examples, known, position):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
             if replica not in self._compiled:
@@ -146,7 +150,7 @@ class ReplicaStep:
         return self._pack(logs)
 
     def _local(self, data: Structure, examples: tf.Tensor | None, share: tf.Tensor | float) -> Structure:
-        """The compiled part: the step up to its gradients, as collectives cannot be compiled."""
+        """Runs the step up to its gradients. XLA compiles this function, so it must not contain collectives."""
         with self._within(data, share, examples, lambda: share, None) as context:
             captured = context.deferred = []
             logs = self._step(data)
@@ -160,13 +164,13 @@ class ReplicaStep:
         share: tf.Tensor | float,
         examples: tf.Tensor | None,
         part: Callable[[], Structure],
-        place: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
+        position: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
     ) -> Iterator[StepContext]:
         context = StepContext(
             examples,
             part,
             rows=batch_splitting.examples(data),
-            place=place,
+            position=position,
             number=self.number,
             data=data,
             is_compiled=self._compiles,
@@ -179,15 +183,15 @@ class ReplicaStep:
             yield context
 
     def _check_batch_norm_has_examples(self, data: Structure, num_empty_replicas: tf.Tensor) -> Any:
-        """Returns the data, once it is seen that no replica's BatchNormalization makes NaN of none."""
+        """Returns the data after asserting that no replica's BatchNormalization runs without examples, which would produce NaN."""
         if not any(isinstance(layer, keras.layers.BatchNormalization) for layer in keras_internals.layers(self.model)):
             return data
-        fed = tf.debugging.Assert(tf.equal(num_empty_replicas, 0), [BATCH_NORM_WITHOUT_EXAMPLES], summarize=1)
-        with tf.control_dependencies([fed] if fed is not None else []):
+        assertion = tf.debugging.Assert(tf.equal(num_empty_replicas, 0), [BATCH_NORM_WITHOUT_EXAMPLES], summarize=1)
+        with tf.control_dependencies([assertion] if assertion is not None else []):
             return tf.nest.map_structure(tf.identity, data)
 
     def _pack(self, logs: Logs) -> dict[str, tf.Tensor]:
-        """Concatenates the numbers of the logs, so that one collective reduces them all."""
+        """Concatenates the values of the logs, so that one collective reduces all of them."""
         self._logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         if self._replicas > 1 and not self._is_keras and tf.inside_function():
             self.computed = ComputedLogs(self.model, self._logs)
@@ -204,7 +208,7 @@ class ReplicaStep:
         return {dtype: tf.concat(values, 0) for dtype, values in packed.items()}
 
     def unpack(self, packed: dict[str, tf.Tensor]) -> Structure:
-        """Returns the logs that `_pack` has packed."""
+        """Returns logs from the packed values of `_pack`."""
         offsets = dict.fromkeys(packed, 0)
 
         def take(value: tf.Tensor) -> tf.Tensor:

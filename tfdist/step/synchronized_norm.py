@@ -1,4 +1,4 @@
-"""`BatchNormalization(synchronized=True)` where replicas have different numbers of examples, or none."""
+"""`BatchNormalization(synchronized=True)` if replicas have different numbers of examples, or no examples."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from tfdist.replicas import step_context
 
 
 def synchronize_moments(model: keras.Model) -> None:
-    """Makes such layers right in a step on one replica. In place.
+    """Corrects a model's synchronized BatchNormalization layers for a step on one replica, in place.
 
-    - An example that does not count (see `replicas.batch_splitting`) is not in the moments.
-    - In a step of the user's each replica's gradient is multiplied by its share at the end. The gradient through the moments
-      from another replica must be multiplied by that one's.
+    - A padding example that does not count (see `replicas.batch_splitting`) is excluded from the moments.
+    - In a custom step each replica's gradient is multiplied by its share at the end. A gradient that comes from another replica
+      through the moments must be multiplied by the other replica's share.
     """
     for layer in keras_internals.layers(model):
         if getattr(layer, "synchronized", False) and not keras_internals.has_replaced_moments(layer):
@@ -30,10 +30,10 @@ def _moments(moments: Function, inputs: tf.Tensor, mask: Structure) -> Structure
         return moments(inputs, mask)
     inputs = inputs[: tf.where(step.examples > 0, tf.shape(inputs)[0], 0)]
     share = None if step.weighs_loss else step.gradient_weight
-    if not isinstance(share, tf.Tensor):  # it is everybody's
+    if not isinstance(share, tf.Tensor):  # a constant share is equal on all replicas
         return moments(inputs, mask)
     inputs = _scale_gradient(tf.math.divide_no_nan(tf.ones_like(share), share), inputs)
-    return tuple(_scale_gradient(share, each) for each in moments(inputs, mask))
+    return tuple(_scale_gradient(share, moment) for moment in moments(inputs, mask))
 
 
 def _scale_gradient(factor: tf.Tensor, value: tf.Tensor) -> tf.Tensor:

@@ -14,14 +14,14 @@ _TOTAL = "_tfdist_total"
 def total(value: Structure) -> Structure:
     """Declares a number to be a sum over the examples of a batch, in `add_loss`, a loss function or a `train_step`.
 
-    Several replicas take a number for a mean over their examples, and average it. A sum they add up:
-    `self.add_loss(tfdist.total(kl))`. With one replica, and outside of a training or test step, the value stays as it is.
+    With several replicas an undeclared number is a mean over examples, and is averaged over the replicas. A declared sum is
+    added up: `self.add_loss(tfdist.total(kl))`. With one replica, and outside of a training or test step, the value stays as it is.
 
     Args:
         value: A number: a floating-point tensor of rank 0.
 
     Returns:
-        The tensor to use in its place.
+        The tensor to use instead of `value`.
 
     Examples:
         >>> import tensorflow as tf, tfdist
@@ -36,10 +36,10 @@ def total(value: Structure) -> Structure:
 
 
 def is_total(value: Structure) -> bool:
-    """Returns whether `total` has returned a value."""
+    """Returns whether a value is a result of `total`."""
     return getattr(value, _TOTAL, False)
 
 
 def divide_by_share(value: Structure, part: Structure) -> Structure:
-    """Returns a sum divided by this replica's share, so that the average by shares is the sum over replicas."""
+    """Returns a sum divided by this replica's share, so that the average weighted by shares is the sum over replicas."""
     return tf.math.divide_no_nan(value, gradient_lists.factor(part, value.dtype))

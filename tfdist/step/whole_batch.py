@@ -1,8 +1,8 @@
-"""Gives every replica the whole batch, so that values that depend on all examples equal those of one process.
+"""The whole batch on every replica, so that values that depend on all examples equal those of one process.
 
-`whole_batch` gathers a tensor for a layer or a step. Metrics are given the values of all replicas. Of a loss each replica gathers the labels,
-predictions and weights of all, and puts its own predictions in their place: the gradient of the loss flows through these alone, so that the
-replicas' gradients add up to that of one process.
+`whole_batch` gathers a tensor for a layer or a step. Metrics receive the values of all replicas. For a loss each replica gathers all
+labels, predictions and weights, and replaces its part of the gathered predictions by its local predictions. The gradient of the loss flows
+only through the local predictions, so that the replicas' gradients add up to the gradient of one process.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ from tfdist.replicas.step_context import StepContext
 from tfdist.step.totals import divide_by_share
 from tfdist.strategy import as_ours
 
-# Found in the message of the error with which a step ends.
+# `Execution` searches the messages of failed steps for this text.
 ROWS_ARE_NOT_EXAMPLES = (
     "A loss that returns one number for a batch is given the whole batch of all replicas, and so is such a metric, or one of a class of "
     "your own. Each row of its y_true, y_pred and sample_weight must be an example; some have more or fewer rows. Give the output a row "
     "for each example, such as [batch, 2, size] in place of [2 * batch, size], return one value for each example, or, if the class "
     "of a metric counts each row by itself, set `sums_examples = True` in it."
 )
-# As `ROWS_ARE_NOT_EXAMPLES`.
+# `Execution` searches for this text, too.
 GATHERED_ROWS_ARE_NOT_EXAMPLES = (
     "tfdist.whole_batch takes a tensor with a row for each example of this replica's part of the batch, and was given more or fewer rows. "
     "Give it each view of the examples by itself, before you concatenate them."
@@ -39,11 +39,11 @@ GATHERED_ROWS_ARE_NOT_EXAMPLES = (
 
 
 def whole_batch(tensor: tf.Tensor) -> Structure:
-    """Returns a tensor's rows of all replicas, in the order of the batch, as one process has them.
+    """Returns a tensor's rows of all replicas, in the order of the batch, as in one process.
 
-    For values that depend on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns: all replicas
-    compute the same from it. A collective, with gradients: the gradient with respect to this replica's rows is the sum of the gradients that all
-    replicas' losses add to it. With one replica, under parameter servers, and outside of replicas the tensor is returned as it is.
+    Use it for values that depend on all examples of a batch, such as a queue of features, a codebook or a maximum that a layer assigns. All
+    replicas then compute equal values. A collective with gradients: the gradient of this replica's rows is the sum of their gradients in all
+    replicas' losses. With one replica, under parameter servers, and outside of replicas the tensor is returned unchanged.
 
     Args:
         tensor: `[examples, ...]` of numbers or bools: a row for each example of this replica's part of the batch.
@@ -93,28 +93,28 @@ def _whole_batch(tensor: tf.Tensor, step: StepContext) -> tf.Tensor:
         )
     with tf.control_dependencies([_check_rows(tensor, step.rows, of_loss=False)]):
         sent = _to_floats(tf.stop_gradient(tensor))
-    mine = tf.cast(step.examples, tf.int32)
-    rows, before = _all_gather(tf.reshape(sent, [step.rows, -1])[:mine], step)
+    own_count = tf.cast(step.examples, tf.int32)
+    rows, before = _all_gather(tf.reshape(sent, [step.rows, -1])[:own_count], step)
     shape = tf.concat([[-1], tf.shape(sent)[1:]], 0)
-    whole = tf.ensure_shape(_from_floats(tf.reshape(rows, shape), dtype), [None, *tensor.shape[1:]])
+    whole_rows = tf.ensure_shape(_from_floats(tf.reshape(rows, shape), dtype), [None, *tensor.shape[1:]])
     if dtype.is_floating:
-        whole = _with_gradient(whole, tensor, before, mine, step)
-    return tf.identity(whole, name=equal_weights.EQUAL_ON_REPLICAS)
+        whole_rows = _with_gradient(whole_rows, tensor, before, own_count, step)
+    return tf.identity(whole_rows, name=equal_weights.EQUAL_ON_REPLICAS)
 
 
 def _rows_obstacle(tensor: tf.Tensor, step: StepContext) -> str | None:
-    """Returns why the rows of all replicas cannot be gathered where the step is now; None if they can."""
+    """Returns why the rows of all replicas cannot be gathered at this point of the step; None if they can."""
     if not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is not step.graph:
         return "it is within tf.cond, tf.while_loop or a tf.function, where replicas cannot wait for each other; call it before"
     if step.rows is None or step.examples is None:
         return "the number of examples of this batch is not known"
-    if step.place is None and not tensor.shape[1:].is_fully_defined():
+    if step.position is None and not tensor.shape[1:].is_fully_defined():
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     return None
 
 
 def _to_floats(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns numbers as floating-point numbers that hold each exactly, as collectives do not take all types."""
+    """Converts values to floating-point values, exactly, because collectives do not support all dtypes."""
     if tensor.dtype.is_floating:
         return tensor
     if tensor.dtype.size == 8:
@@ -129,38 +129,38 @@ def _from_floats(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def _with_gradient(
-    whole: tf.Tensor, own: tf.Tensor, before: tf.Tensor, mine: tf.Tensor, step: StepContext
+    whole_rows: tf.Tensor, own: tf.Tensor, before: tf.Tensor, own_count: tf.Tensor, step: StepContext
 ) -> tf.Tensor:
-    """Returns `whole`, whose gradient reaches this replica's rows from the losses of all replicas.
+    """Returns `whole_rows`, whose gradient reaches this replica's rows from the losses of all replicas.
 
-    In a step of the user's a replica's gradient is multiplied by its share at the end, also the part from other replicas, which must
-    be multiplied by that one's.
+    In a custom step a replica's gradient is multiplied by its share at the end. The parts that come from other replicas' losses must
+    be multiplied by the other replicas' shares instead.
     """
     share = None if step.weighs_loss else step.gradient_weight
-    wide = tf.float64 if whole.dtype == tf.float64 else tf.float32
+    wide = tf.float64 if whole_rows.dtype == tf.float64 else tf.float32
 
     def gradient(upstream: Structure) -> tuple[tf.Tensor, None]:
-        sent = tf.math.multiply_no_nan(tf.cast(upstream, wide), tf.cast(mine > 0, wide))
+        sent = tf.math.multiply_no_nan(tf.cast(upstream, wide), tf.cast(own_count > 0, wide))
         if isinstance(share, tf.Tensor):
             sent *= tf.cast(share, wide)
         context = tf.distribute.get_replica_context()
         total = context.merge_call(add, args=(sent, tf.cast(step.number, tf.int64)))
-        context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
+        context.strategy.decorrelate_random_numbers()  # this replica has waited for the others
         if isinstance(share, tf.Tensor):
             total = tf.math.divide_no_nan(total, tf.cast(share, wide))
-        rows = tf.shape(own)[0]  # 1 where there is no example
-        padding = [[0, rows - mine], *[[0, 0]] * (own.shape.rank - 1)]
-        return tf.cast(tf.ensure_shape(tf.pad(total[before : before + mine], padding), own.shape), own.dtype), None
+        rows = tf.shape(own)[0]  # 1 if there is no example
+        padding = [[0, rows - own_count], *[[0, 0]] * (own.shape.rank - 1)]
+        return tf.cast(tf.ensure_shape(tf.pad(total[before : before + own_count], padding), own.shape), own.dtype), None
 
     def add(strategy: tf.distribute.Strategy, values: Structure, step: tf.Tensor) -> Structure:
         local = strategy.experimental_local_results
         return regroup(tuple(_group(strategy).add(list(local(values)), local(step)[0])))
 
     @tf.custom_gradient
-    def identity(own: tf.Tensor, whole: tf.Tensor) -> Structure:
-        return tf.identity(whole), gradient
+    def identity(own: tf.Tensor, whole_rows: tf.Tensor) -> Structure:
+        return tf.identity(whole_rows), gradient
 
-    return identity(own, whole)
+    return identity(own, whole_rows)
 
 
 def _gather_obstacle(step: StepContext) -> str | None:
@@ -176,18 +176,18 @@ def _gather_obstacle(step: StepContext) -> str | None:
 
 
 def obstacle(step: StepContext, dtype: tf.DType | str, arguments: Structure) -> str | None:
-    """Returns why a loss or metric, which computes in `dtype`, cannot be given the whole batch of `arguments`; None if it can."""
+    """Returns why a loss or metric that computes in `dtype` cannot receive the whole batch of `arguments`; None if it can."""
     if (why := _gather_obstacle(step)) is not None:
         return why
-    given = [each for each in tf.nest.flatten(arguments, expand_composites=False) if each is not None]
-    if step.rows is None or any(not isinstance(each, tf.Tensor) or not each.shape.rank for each in given):
+    tensors = [value for value in tf.nest.flatten(arguments, expand_composites=False) if value is not None]
+    if step.rows is None or any(not isinstance(value, tf.Tensor) or not value.shape.rank for value in tensors):
         return "its arguments are not dense tensors with a row for each example"
-    if any(each.dtype == tf.string for each in given):
+    if any(tensor.dtype == tf.string for tensor in tensors):
         return "replicas do not gather strings"
-    shapes = [each.shape[1:] for each in given]
-    if step.place is None and not all(shape.is_fully_defined() for shape in shapes):
+    shapes = [tensor.shape[1:] for tensor in tensors]
+    if step.position is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
-    size = tf.as_dtype(dtype).size * sum(math.prod(each or 1 for each in shape) for shape in shapes)
+    size = tf.as_dtype(dtype).size * sum(math.prod(length or 1 for length in shape) for shape in shapes)
     limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
     ours = as_ours(tf.distribute.get_strategy())
     if size > (limit := ours.gather_loss_bytes if ours else 0):
@@ -200,21 +200,21 @@ def gathered(
 ) -> list[Structure]:
     """Returns `y_true`, `y_pred` and `sample_weight` of the whole batch, in its order. A collective.
 
-    They get the loss's type, as it would convert them itself; predictions keep Keras' masks.
+    All are cast to the loss's dtype, as the loss itself would do; predictions keep Keras' masks.
     """
-    # Masks travel beside the predictions, as a mask is an attribute of a tensor, which no collective carries. One type for all of
-    # them, the loss's, makes it one collective.
-    masks = [keras_losses.mask(each) for each in tf.nest.flatten(y_pred)]
+    # Masks are sent as separate tensors, because collectives do not carry the mask attribute of a tensor. With one dtype for all
+    # tensors, the loss's, one collective is enough.
+    masks = [keras_losses.mask(tensor) for tensor in tf.nest.flatten(y_pred)]
     local = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
     local = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), local)
-    columns, before = _gather_columns(step, [each for each in tf.nest.flatten(local) if each is not None])
+    columns, before = _gather_columns(step, [tensor for tensor in tf.nest.flatten(local) if tensor is not None])
     # 0 on a replica without examples, whose batch has one row that does not count.
     local_count, gathered_columns = tf.cast(step.examples, tf.int32), iter(columns)
     arguments, all_masks = tf.nest.map_structure(lambda v: None if v is None else next(gathered_columns), local)
 
     def with_local_rows(all_rows: Structure, local_rows: Structure, mask: Structure) -> Structure:
-        # Gathered rows have no gradient. With its own predictions in their place, each replica gets the gradient of the whole
-        # batch's loss with respect to these alone, so that the sum over the replicas is the gradient of one process.
+        # Gathered rows have no gradient. With its local predictions among them, each replica gets the gradient of the whole
+        # batch's loss with respect to these only, so that the sum over the replicas is the gradient of one process.
         joined = tf.concat([all_rows[:before], local_rows[:local_count], all_rows[before + local_count :]], 0)
         if mask is not None:
             keras_losses.set_mask(joined, tf.cast(mask, tf.bool))
@@ -222,38 +222,38 @@ def gathered(
 
     local_pred = tf.nest.flatten(local[0][1])
     predictions = [
-        with_local_rows(*each) for each in zip(tf.nest.flatten(arguments[1]), local_pred, all_masks, strict=True)
+        with_local_rows(*rows) for rows in zip(tf.nest.flatten(arguments[1]), local_pred, all_masks, strict=True)
     ]
     return [arguments[0], tf.nest.pack_sequence_as(arguments[1], predictions), arguments[2]]
 
 
 def gathered_values(step: StepContext, values: Structure) -> Structure:
-    """Returns a metric's arguments for the whole batch, in its order and its types; gradients do not flow through them. A collective.
+    """Returns a metric's arguments for the whole batch, in batch order and with their dtypes, without gradients. A collective.
 
-    `values` has tensors with a row for each example, perhaps with masks of Keras', in any structure; other values stay as they are.
+    `values` is a structure of tensors with a row for each example, which may have Keras' masks; other values are returned unchanged.
     """
-    tensors = [each for each in tf.nest.flatten(values) if tf.is_tensor(each)]
-    masks = [mask for each in tensors if (mask := keras_losses.mask(each)) is not None]
+    tensors = [tensor for tensor in tf.nest.flatten(values) if tf.is_tensor(tensor)]
+    masks = [mask for tensor in tensors if (mask := keras_losses.mask(tensor)) is not None]
     sent = [*tensors, *masks]
     # float32 holds the integers of up to 16 bits.
-    wide = tf.float64 if any(each.dtype.size > 2 and each.dtype != tf.float32 for each in sent) else tf.float32
-    columns, _ = _gather_columns(step, [tf.cast(each, wide) for each in sent])
-    whole = [tf.cast(column, each.dtype) for column, each in zip(columns, sent, strict=True)]
-    found, found_masks = iter(whole), iter(whole[len(tensors) :])
+    wide = tf.float64 if any(tensor.dtype.size > 2 and tensor.dtype != tf.float32 for tensor in sent) else tf.float32
+    columns, _ = _gather_columns(step, [tf.cast(tensor, wide) for tensor in sent])
+    whole_rows = [tf.cast(column, tensor.dtype) for column, tensor in zip(columns, sent, strict=True)]
+    all_tensors, all_masks = iter(whole_rows), iter(whole_rows[len(tensors) :])
 
     def of_whole_batch(value: Structure) -> Structure:
         if not tf.is_tensor(value):
             return value
-        joined = next(found)
+        joined = next(all_tensors)
         if keras_losses.mask(value) is not None:
-            keras_losses.set_mask(joined, next(found_masks))
+            keras_losses.set_mask(joined, next(all_masks))
         return joined
 
     return tf.nest.map_structure(of_whole_batch, values)
 
 
 def divide_gradient(value: tf.Tensor, part: Structure) -> tf.Tensor:
-    """Returns a loss of the whole batch as it is, whose gradient is divided by this replica's share, which it will be multiplied by."""
+    """Returns a loss of the whole batch unchanged; divides its gradient by this replica's share, which will multiply the gradient later."""
 
     @tf.custom_gradient
     def identity(x: tf.Tensor) -> Structure:
@@ -263,42 +263,42 @@ def divide_gradient(value: tf.Tensor, part: Structure) -> tf.Tensor:
 
 
 def _gather_columns(step: StepContext, sent: Sequence[tf.Tensor]) -> tuple[list[tf.Tensor], tf.Tensor]:
-    """Returns tensors of the whole batch, and how many of its examples come before this replica's. A collective.
+    """Returns tensors of the whole batch, and the number of examples before this replica's examples. A collective.
 
-    Those `sent` are of one type, with a row for each example.
+    The tensors in `sent` have one dtype and a row for each example.
     """
-    with tf.control_dependencies([_check_rows(each, step.rows) for each in sent]):
-        flat = [tf.reshape(each, [step.rows, -1]) for each in sent]
-    mine = tf.cast(step.examples, tf.int32)
-    all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:mine], step)
-    columns = tf.split(all_rows, [tf.shape(each)[1] for each in flat], axis=1, num=len(flat))
-    whole = [
-        tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(each)[1:]], 0)), [None, *each.shape[1:]])
-        for column, each in zip(columns, sent, strict=True)
+    with tf.control_dependencies([_check_rows(tensor, step.rows) for tensor in sent]):
+        flat = [tf.reshape(tensor, [step.rows, -1]) for tensor in sent]
+    own_count = tf.cast(step.examples, tf.int32)
+    all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:own_count], step)
+    columns = tf.split(all_rows, [tf.shape(tensor)[1] for tensor in flat], axis=1, num=len(flat))
+    whole_rows = [
+        tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(tensor)[1:]], 0)), [None, *tensor.shape[1:]])
+        for column, tensor in zip(columns, sent, strict=True)
     ]
-    return whole, before
+    return whole_rows, before
 
 
 def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the rows, `[examples, numbers]`, of all replicas in their order, and how many come before this one's."""
-    context, mine = tf.distribute.get_replica_context(), tf.shape(rows)[0]
+    """Returns the rows of all replicas, `[examples, columns]`, in batch order, and the number of rows before this replica's rows."""
+    context, own_count = tf.distribute.get_replica_context(), tf.shape(rows)[0]
     number, replicas = tf.cast(step.number, tf.int64), num_replicas(context.strategy)
 
     def gather(strategy: tf.distribute.Strategy, values: Structure, step: tf.Tensor) -> Structure:
         local = strategy.experimental_local_results
         return regroup(tuple(_group(strategy).gather(list(local(values)), local(step)[0])))
 
-    if step.place is None:
-        counts = context.merge_call(gather, args=(mine[tf.newaxis], number))
+    if step.position is None:
+        counts = context.merge_call(gather, args=(own_count[tf.newaxis], number))
         before, most = tf.reduce_sum(counts[: context.replica_id_in_sync_group]), tf.reduce_max(counts)
     else:
-        before, size = (tf.cast(each, tf.int32) for each in step.place())
+        before, size = (tf.cast(index, tf.int32) for index in step.position())
         most = (size + replicas - 1) // replicas
-    wire = tf.float64 if rows.dtype == tf.float64 else tf.float32  # which every collective takes
-    places = tf.cast(before + tf.range(mine), wire)[:, tf.newaxis]
-    sent = tf.pad(tf.concat([places, tf.cast(rows, wire)], 1), [[0, most - mine], [0, 0]], constant_values=-1)
+    wire = tf.float64 if rows.dtype == tf.float64 else tf.float32  # dtypes that every collective supports
+    indices = tf.cast(before + tf.range(own_count), wire)[:, tf.newaxis]
+    sent = tf.pad(tf.concat([indices, tf.cast(rows, wire)], 1), [[0, most - own_count], [0, 0]], constant_values=-1)
     every = context.merge_call(gather, args=(sent, number))
-    context.strategy.decorrelate_random_numbers()  # as it has waited for the other replicas
+    context.strategy.decorrelate_random_numbers()  # this replica has waited for the others
     every = tf.boolean_mask(every, every[:, 0] >= 0)
     return tf.cast(tf.gather(every[:, 1:], tf.argsort(every[:, 0])), rows.dtype), before
 
@@ -310,7 +310,7 @@ def _group(strategy: tf.distribute.Strategy) -> Communicator:
 
 
 def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Structure:
-    """Returns an operation that fails if a tensor has other than so many rows. Raises ConfigError if that is known now."""
+    """Returns an operation that fails unless a tensor has `rows` rows. Raises ConfigError if the trace already knows that it does not."""
     known, wanted = tensor.shape[0], tf.get_static_value(rows)
     if known is not None and wanted is not None:
         if known != wanted:

@@ -1,1 +1,1 @@
-"""`tf.distribute` strategies under which stock Keras 3 is right."""
+"""`tf.distribute` strategies under which stock Keras 3 computes correct results."""

@@ -1,6 +1,6 @@
 """Base classes of the strategies: additions to TensorFlow's own under which stock Keras 3 computes correct results.
 
-The classes are thin, and `isinstance` holds, which Keras relies on. Errors of stock Keras 3 are corrected in two places,
+The classes are thin subclasses of TensorFlow's, so that Keras' `isinstance` checks hold. Errors of stock Keras 3 are corrected in two places,
 `reduce` and the creation of variables in `scope()`; no module is patched. See `KerasStrategy` for the list.
 """
 
@@ -25,7 +25,7 @@ from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
 from tfdist.strategy import Attaches, Trains
 
-_KEYS = 100_000  # of the collectives of one strategy
+_KEYS = 100_000  # number of collective keys reserved for one strategy
 
 
 class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
@@ -34,11 +34,11 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     - `reduce` takes the structures and the scalars with `axis=0` that Keras 3 gives it (keras#20585).
     - Non-trainable floating-point model variables (BatchNorm's moving statistics) average over the replicas.
       Keras creates them without aggregation, so that every replica keeps its own and they drift apart.
-    - A weight with `aggregation="sum"` or `"only_first_replica"` becomes one at the end of each step (see `declared_weights`).
-    - Each replica draws its own dropout masks: its seed generators start from a seed of its own.
+    - A weight with `aggregation="sum"` or `"only_first_replica"` is combined over the replicas at the end of each step (see `declared_weights`).
+    - Each replica draws its own dropout masks: its seed generators start from a different seed.
     - Each replica draws its own numbers from `tf.random.*`, `tf.nn.dropout` and `keras.random.*` without a seed.
     - `float`, `int` and NumPy read a variable, as they do without a strategy.
-    - Batches are dealt out evenly and in their order (see `DataDistribution`).
+    - Batches are split evenly and in order (see `DataDistribution`).
     """
 
     # `create_strategy` sets these, which `Strategy` describes.
@@ -54,14 +54,14 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     # The Trainer and its loops set these.
     engine: Attaches | None = None
     trainer: Trains | None = None
-    notes: tf.Variable | None = None
+    flags: tf.Variable | None = None
     gauges: Sequence[tf.Variable] = ()
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
         self.combined_weights: set[int] = set()
         self._view = threading.local()  # each replica runs in a thread of its own
-        self._steps = 0  # of the Trainer's that are being run or traced
+        self._steps = 0  # number of the Trainer's steps that are running or being traced
         self.executions = 0
         super().__init__(*args, **kwargs)
 
@@ -74,14 +74,14 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     def as_one_replica(self) -> Iterator[None]:
         """Lets this replica's step compute its loss as if there were no other.
 
-        Keras divides a loss by the number of replicas, but only if it reduces the loss itself: not where a function
-        returns one number, nor in a `train_step` with a custom loss. The caller divides, for any loss.
+        Keras divides a loss by the number of replicas, but only if it reduces the loss itself. It does not if a function
+        returns one number, nor in a `train_step` with a custom loss. So the caller divides, for any loss.
         """
         with self._seen_as(True):
             yield
 
     def as_it_is(self) -> contextlib.AbstractContextManager[None]:
-        """Suspends `as_one_replica` inside, such as for a variable that a step creates."""
+        """Suspends `as_one_replica` within the context, for example for a variable that a step creates."""
         return self._seen_as(False)
 
     @contextlib.contextmanager
@@ -94,14 +94,14 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     @property
     def extended(self) -> tf.distribute.StrategyExtended:
-        """TensorFlow's `extended`; not for an optimizer of which a step of the Trainer's does not know."""
+        """TensorFlow's `extended`. Raises in a Trainer's step for an optimizer whose gradients the Trainer does not reduce."""
         if self._steps and (optimizer := call_stack.applying_optimizer()) is not None:
             unsupported.check_applied(optimizer)
         return super().extended
 
     @contextlib.contextmanager
     def only_known_optimizers(self) -> Iterator[None]:
-        """Refuses, with several replicas, optimizers whose gradients the Trainer does not reduce."""
+        """Raises, with several replicas, for optimizers whose gradients the Trainer does not reduce."""
         several = int(self.num_replicas_in_sync > 1)
         self._steps += several
         try:
@@ -116,7 +116,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     @functools.cached_property
     def local_replicas(self) -> list[int]:
-        """The numbers of this process's replicas among all."""
+        """The numbers of this process's replicas among all replicas."""
         numbers = self.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
         return [int(number) for number in self.experimental_local_results(numbers)]
 
@@ -146,7 +146,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         kwargs["aggregation"] = tf.VariableAggregation.MEAN
         if self.traits.shared_variables:  # one statistic, rather than one for each replica
             return next_creator(**kwargs)
-        # Written by each replica for itself, averaged when read outside of one: no traffic in the step.
+        # Each replica writes its own copy, and reads outside of replicas average them: steps need no communication.
         variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
         self.statistics.add(variable)
         if kind is not None:
@@ -158,7 +158,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         return next_creator(**{**kwargs, "aggregation": tf.VariableAggregation.NONE})
 
     def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        """Creates a seed generator's state, `[seed, counter]`, with another seed on each replica."""
+        """Creates a seed generator's state, `[seed, counter]`, with a different seed on each replica."""
         variable = next_creator(**kwargs)
         components = self.experimental_local_results(variable)
         for replica, component in zip(self.local_replicas, components, strict=True):
@@ -172,19 +172,19 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
                 random_seeds.assign_seed(components, self.local_replicas, value)
                 return variable
 
-            variable.assign = assign  # of Model.set_state_tree, with one value for all replicas
+            variable.assign = assign  # Model.set_state_tree assigns one value for all replicas
         return variable
 
     def decorrelate_random_numbers(self) -> None:
         """Makes the next random numbers of this replica's step differ from those of the others.
 
-        Replicas of one process are traced in turns: one that has waited for another one must call this again.
+        Replicas of one process are traced in turn: a replica that has waited for another one must call this again.
         """
         if (move := getattr(self._view, "move", None)) is not None:
             move()
 
     def _drawing(self, fn: Function, move: Callable[[int], None]) -> Function:
-        """Returns `fn` as it is to be traced for each replica."""
+        """Wraps `fn` so that each replica draws its own random numbers."""
         converted = tf_internals.convert_as_caller(fn)
         generator = random_seeds.GlobalSeedGenerator.for_current_thread(self)
 
@@ -217,13 +217,13 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
         Args:
             reduce_op: `tf.distribute.ReduceOp` or its name, `"SUM"` or `"MEAN"`.
-            value: A value per replica, or a structure of such values, of which each is reduced.
+            value: A value per replica, or a structure of such values, each of which is reduced.
             axis: The axis also reduced within each replica, or None. On scalars 0 means None.
         """
         local = self.experimental_local_results
         if tf.nest.is_nested(value):
             return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
-        if isinstance(value, (bool, int, float)):  # a train_step's own log
+        if isinstance(value, (bool, int, float)):  # a log of a custom train_step
             value = tf.convert_to_tensor(value)
         if self.statistics.synchronized and value in self.statistics:
             return tf.convert_to_tensor(local(value)[0])
@@ -233,12 +233,12 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
 
 class UniqueCollectiveKeys:
-    """Gives each strategy of a process its own collective keys; the workers make their strategies in the same order."""
+    """A mixin that reserves collective keys for each strategy of a process; all workers create their strategies in the same order."""
 
     _number = itertools.count(1)
 
     def __init__(self, *args: Any, **kwargs: Any):
-        # As TensorFlow's tests do: two strategies with the same keys take each other's collectives for their own.
+        # As in TensorFlow's tests: two strategies with equal keys would mix up their collectives.
         tf_internals.set_collective_keys(self, next(self._number) * _KEYS)
         super().__init__(*args, **kwargs)
 
@@ -246,7 +246,7 @@ class UniqueCollectiveKeys:
 def _declared_aggregation(kwargs: dict[str, Any]) -> declared_weights.Kind | None:
     """Returns the declared aggregation of a Keras weight that replicas assign; None for other variables.
 
-    `tf.Variable(aggregation=...)` stays TensorFlow's, as do an optimizer's variables and means of integers.
+    TensorFlow itself handles `tf.Variable(aggregation=...)`, an optimizer's variables and means of integers.
     """
     kind = declared_weights.KINDS.get(kwargs.get("aggregation"))
     if (
@@ -265,8 +265,8 @@ def _declared_aggregation(kwargs: dict[str, Any]) -> declared_weights.Kind | Non
 def _is_statistic(kwargs: dict[str, Any]) -> bool:
     """Returns whether a creator's arguments describe a BatchNorm-like statistic.
 
-    Optimizer slots pass through the same creator; Keras colocates each with its model variable. Of these the
-    accumulators of gradients are statistics, too: each replica adds up its own.
+    Optimizer slots pass through the same creator; Keras colocates each with its model variable. Among the slots
+    gradient accumulators are statistics, too: each replica accumulates its own gradients.
     """
     value = kwargs.get("initial_value")
     dtype = kwargs.get("dtype") or getattr(value, "dtype", None)

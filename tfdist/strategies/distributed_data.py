@@ -1,4 +1,4 @@
-"""`DataDistribution`: how a strategy gives data to its replicas, and begins a pass over them."""
+"""The distribution of data to a strategy's replicas, and the start of a pass over the data."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from tfdist.errors import ConfigError
 from tfdist.replicas import batch_splitting, own_batches
 from tfdist.replicas.moving_statistics import MovingStatistics
 
-SOURCE = "_tfdist_source"  # an attribute of what users distribute: its `DataSource`
+SOURCE = "_tfdist_source"  # attribute of a distributed dataset with its `DataSource`
 
 
 class DataDistribution(tf.distribute.Strategy):
-    """Data distribution of a strategy.
+    """The data distribution of a strategy.
 
-    - Whole batches are dealt out in their order, never whole files (which permutes `predict`'s results).
-    - For a loop they are dealt out evenly, so that no replica is without an example: as `batch_splitting.SplitBatch`.
+    - Data are sharded by batches, in order, never by files (which would permute `predict`'s results).
+    - For a loop, batches are split evenly into `batch_splitting.SplitBatch`es, so that every replica has an example.
     """
 
     statistics: MovingStatistics
@@ -33,7 +33,7 @@ class DataDistribution(tf.distribute.Strategy):
     def begin_pass(self) -> None:
         """Makes statistics equal on all replicas, before a loop passes over data. A collective.
 
-        Otherwise `evaluate` and `predict` would use each replica's own, and give another result than the saved model does.
+        Otherwise `evaluate` and `predict` would use each replica's own statistics, and their results would differ from the saved model's.
         """
         self.statistics.synchronize()
         self.statistics.mark_possibly_changed()
@@ -43,7 +43,7 @@ class DataDistribution(tf.distribute.Strategy):
     ) -> tf.distribute.DistributedDataset:
         """Splits each (global) batch of `dataset` over the replicas, in order.
 
-        TensorFlow's AUTO sharding deals out whole files where it can, which permutes the results of `predict`
+        TensorFlow's AUTO policy shards by files where it can, which permutes the results of `predict`
         and gives workers unequal shares; here AUTO means DATA. An explicit policy is kept.
 
         Raises:
@@ -59,12 +59,12 @@ class DataDistribution(tf.distribute.Strategy):
     def source(self, dataset: tf.data.Dataset, steps: int | None) -> DataSource:
         """Returns the source of a loop over a dataset of (global) batches.
 
-        AutoShardPolicy.OFF means that each worker reads all of its own dataset, and that a step has as many of its examples as the
-        global batch for each worker.
+        With AutoShardPolicy.OFF each worker reads its entire own dataset, and each step takes from it the global batch size divided by
+        the number of workers.
 
         Args:
             dataset: The dataset, or a distributed one.
-            steps: The number of its batches, or None if unknown.
+            steps: The number of the dataset's batches, or None if unknown.
 
         Raises:
             ConfigError: As `experimental_distribute_dataset`.
@@ -106,7 +106,7 @@ class DataDistribution(tf.distribute.Strategy):
     def _share(
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
     ) -> tf.distribute.DistributedDataset:
-        """As TensorFlow's own `experimental_distribute_dataset`."""
+        """Calls TensorFlow's own `experimental_distribute_dataset`, and explains its errors about files."""
         try:
             return super().experimental_distribute_dataset(dataset, options)
         except (tf.errors.InvalidArgumentError, tf.errors.NotFoundError) as e:
@@ -131,7 +131,7 @@ class DataDistribution(tf.distribute.Strategy):
         return self._source_from_function(local_dataset, None, deals=True, counts=True)
 
     def _splits_batches(self, dataset: tf.data.Dataset) -> bool:
-        """Returns whether batches are split here: neither TensorFlow splits them evenly, nor does each worker read its own."""
+        """Returns whether tfdist must split the batches: TensorFlow would not split them evenly, and workers do not read their own data."""
         replicas = num_replicas(self)
         if replicas == 1 or not batch_splitting.is_splittable(dataset.element_spec):
             return False
@@ -139,7 +139,7 @@ class DataDistribution(tf.distribute.Strategy):
         if self._has_peers():
             if policy != tf.data.experimental.AutoShardPolicy.DATA:
                 return False
-            # TensorFlow would train the others' parts of a batch that one worker's data lack, and gives a worker with several replicas
+            # TensorFlow would train on parts of a batch that one worker's data lack, and gives a worker with several replicas
             # parts that are not neighbors.
             if int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY or len(self.extended.worker_devices) > 1:
                 return True
@@ -165,9 +165,9 @@ class DataDistribution(tf.distribute.Strategy):
         return source.data
 
     def source_from_function(self, dataset_fn: Callable[..., tf.data.Dataset]) -> DataSource:
-        """Returns the source of a loop over the datasets that a function makes, in which no replica is without an example.
+        """Returns the source of a loop over the datasets that a function makes, in which every replica has an example.
 
-        A worker whose dataset has ended goes on with an example that does not count, until all have ended.
+        A worker whose dataset has ended continues with a padding example that does not count, until all datasets have ended.
         """
         return self._source_from_function(dataset_fn, None, deals=True)
 
@@ -182,36 +182,37 @@ class DataDistribution(tf.distribute.Strategy):
 
         Args:
             dataset_fn: The function.
-            options: As of TensorFlow.
-            deals: Whether no replica may be without an example.
-            counts: Whether batches of endless datasets may be empty, too.
+            options: TensorFlow's input options.
+            deals: Whether every replica must have an example.
+            counts: Whether batches of infinite datasets may be empty, too.
         """
-        elements = len(self.extended.worker_devices)  # of a step
-        made: dict[int, tf.data.Dataset] = {}  # once, as a second one would shuffle otherwise
+        elements = len(self.extended.worker_devices)  # number of a step's elements
+        datasets: dict[int, tf.data.Dataset] = {}  # each is made once, because a second one would shuffle differently
         steps: list[int | None] = []
 
         def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            dataset = made[context.input_pipeline_id] = dataset_fn(context)
+            dataset = datasets[context.input_pipeline_id] = dataset_fn(context)
             sizes, batches = self._gather_batch_sizes(dataset)
             steps.append(int(-(-batches.max() // elements)) if (batches >= 0).all() else None)
             return self._with_equal_steps(dataset, sizes, batches, deals, counts)
 
         def open_at(number: int, done: int, ready: Callable[[], None]) -> DataIterator:
-            def rest(context: tf.distribute.InputContext) -> tf.data.Dataset:
-                dataset = made[context.input_pipeline_id]
+            def remaining(context: tf.distribute.InputContext) -> tf.data.Dataset:
+                dataset = datasets[context.input_pipeline_id]
                 resume.replay(dataset, number - 1)
                 sizes, batches = self._gather_batch_sizes(dataset)
-                if deals and (batches != tf.data.INFINITE_CARDINALITY).any():  # as it may have ended before
+                # This worker's data may have ended before the other workers' data.
+                if deals and (batches != tf.data.INFINITE_CARDINALITY).any():
                     return self._with_equal_steps(dataset, sizes, batches, deals, counts).skip(done * elements)
                 return self._with_equal_steps(resume.skip(dataset, done * elements), sizes, batches, deals, counts)
 
-            distributed = distribute(rest, options)
+            distributed = distribute(remaining, options)
             ready()
             return iter(distributed)
 
         distribute = super().distribute_datasets_from_function
         distributed = distribute(make, options)
-        return DataSource(distributed, list(made.values()), steps[0], 1, open_at)
+        return DataSource(distributed, list(datasets.values()), steps[0], 1, open_at)
 
     def _gather_batch_sizes(self, dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
         """Returns each worker's batch size, -1 if unknown, and its number of batches. A collective of several workers."""
@@ -231,20 +232,21 @@ class DataDistribution(tf.distribute.Strategy):
     def _with_equal_steps(
         dataset: tf.data.Dataset, sizes: np.ndarray, batches: np.ndarray, deals: bool, counts: bool
     ) -> tf.data.Dataset:
-        """Returns a worker's dataset, such that all workers do the same steps."""
+        """Returns a worker's dataset with as many steps as all other workers' datasets."""
         dataset = copy_python_data(dataset)
-        endless = (batches == tf.data.INFINITE_CARDINALITY).all()
-        if endless and not counts and (len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())):
+        is_infinite = (batches == tf.data.INFINITE_CARDINALITY).all()
+        if is_infinite and not counts and (len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())):
             return dataset
-        if (counts or not endless) and deals and batch_splitting.is_splittable(dataset.element_spec):
+        if (counts or not is_infinite) and deals and batch_splitting.is_splittable(dataset.element_spec):
             return batch_splitting.repeat_empty_batches(dataset)
         if (batches != batches[0]).any():
-            dataset = dataset.filter(lambda *_: True)  # None is told its own number: all end when the last one does.
+            # Hides the number of batches: all workers end when the last one does.
+            dataset = dataset.filter(lambda *_: True)
         return batch_splitting.relax_batch_size(dataset)
 
 
 def _by_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset that is sharded by its examples where TensorFlow would choose."""
+    """Returns a dataset with the sharding policy DATA in place of AUTO; keeps any other policy."""
     policy = tf.data.experimental.AutoShardPolicy
     if dataset.options().experimental_distribute.auto_shard_policy != policy.AUTO:
         return dataset
@@ -257,7 +259,7 @@ def copy_python_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset whose elements share no memory with the arrays of Python code that makes them.
 
     TensorFlow uses an aligned NumPy array in place (tensorflow/python/lib/core/py_func.cc) and counts only its own
-    references. The operation that holds the last of these may write its result into the array, such as a slice that a
+    references. The operation that holds the last of these references may write its result into the array, such as a slice that a
     `PyDataset` keeps.
     """
     if not any(True for node in walk(dataset) for _ in python_functions(node)):

@@ -1,4 +1,4 @@
-"""`create_strategy`: creates a `tf.distribute` strategy under which stock Keras 3 is right, from a name and options."""
+"""The creation of a `tf.distribute` strategy, under which stock Keras 3 computes correct results, from a name and options."""
 
 from __future__ import annotations
 
@@ -29,10 +29,10 @@ def make_engine(strategy: Strategy, compressor: Any = None) -> Engine:
         compressor: Compresses gradients, or None.
 
     Raises:
-        ConfigError: The strategy's traits name an engine that is not there.
+        ConfigError: The strategy's traits name an unknown engine.
     """
-    made: Engine = registry.resolve("engine", strategy.traits.engine, {})(strategy, compressor)
-    return made
+    engine: Engine = registry.resolve("engine", strategy.traits.engine, {})(strategy, compressor)
+    return engine
 
 
 def create_strategy(
@@ -42,10 +42,10 @@ def create_strategy(
     grace_seconds: float = GRACE_SECONDS,
     **options: Any,
 ) -> tf.distribute.Strategy:
-    """Creates a `tf.distribute` strategy under which stock Keras 3 `model.fit` is right.
+    """Creates a `tf.distribute` strategy under which stock Keras 3 `model.fit` computes correct results.
 
-    Call it before anything else of TensorFlow: a multi-worker strategy starts the server of this process, and virtual
-    CPUs can only be made before TensorFlow has looked at its devices.
+    Call it before any other use of TensorFlow. A multi-worker strategy starts the server of this process, and virtual
+    CPUs can only be created before TensorFlow has initialized its devices.
 
     Args:
         strategy: `"one_device"`, `"mirrored"`, `"multi_worker_mirrored"`, `"parameter_server"`, `"central_storage"` or
@@ -54,19 +54,19 @@ def create_strategy(
             means the cluster of the environment (see `cluster.resolvers`); without one, for the former, a cluster of this
             process alone. False ignores the environment.
         start_timeout: Seconds to wait for the other tasks.
-        grace_seconds: How long workers and servers that are told to go (SIGTERM) wait for the chief to save.
+        grace_seconds: Seconds for which workers and servers, after SIGTERM, wait for the chief to save.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
             `transport="grpc"`, `bucket_bytes=4_000_000`, `gather_loss_bytes=1_000_000`,
             `timeout_seconds=600`.
 
     Returns:
         The strategy: use its `scope()` to build and compile the model, then call `model.fit` (under `parameter_server`,
-        `tfdist.Trainer(...).fit`). Under `parameter_server` the workers' and servers' processes do not return from here:
-        they serve the chief, and end when it has, with its exit code.
+        `tfdist.Trainer(...).fit`). Under `parameter_server` the workers' and servers' processes do not return from this
+        call: they serve the chief, and exit when it exits, with its exit code.
 
     Raises:
-        ClusterError: A task cannot be reached within `start_timeout`, or this one's port is taken.
-        ConfigError: A name or option is unknown or does not fit, the cluster is faulty, TensorFlow was already in use,
+        ClusterError: A task cannot be reached within `start_timeout`, or this task's port is taken.
+        ConfigError: A name or option is unknown or does not fit, the cluster is invalid, TensorFlow was already in use,
             or there is no TPU.
 
     Examples:
@@ -101,15 +101,15 @@ def create_strategy(
         cluster = discovery.find_cluster(timeout=start_timeout)
     make = registry.resolve("strategy", traits.factory or strategy.name, {})
     member = check_member(cluster) if cluster else None
-    made: tf.distribute.Strategy = make(strategy, member, start_timeout, grace_seconds)
-    if not isinstance(made, KerasStrategy):
+    created: tf.distribute.Strategy = make(strategy, member, start_timeout, grace_seconds)
+    if not isinstance(created, KerasStrategy):
         raise ConfigError(
             f"strategy {strategy.name!r} must return a strategy whose class has KerasStrategy of tfdist.strategies.base among "
-            f"its bases. Received: {type(made).__name__}."
+            f"its bases. Received: {type(created).__name__}."
         )
-    made.kind, made.traits = strategy.name, traits
+    created.kind, created.traits = strategy.name, traits
     if not traits.asynchronous:
-        made.engine = make_engine(made)
-    made.gather_loss_bytes = strategy.gather_loss_bytes
-    model_methods.install(made)
-    return made
+        created.engine = make_engine(created)
+    created.gather_loss_bytes = strategy.gather_loss_bytes
+    model_methods.install(created)
+    return created

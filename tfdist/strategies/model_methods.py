@@ -1,9 +1,9 @@
-"""Makes a model's own `fit`, `evaluate`, `predict` and siblings call its trainer's; every rank may save it.
+"""Replacements of a model's `fit`, `evaluate`, `predict` and siblings, which call its Trainer; every rank may save the model.
 
-Between a model's creation and its training Keras gives a strategy no place at which it learns of the model. So `keras.Model` has
-these methods of ours as soon as there is a strategy of ours. They look at the strategy of the model, and leave all models of
-others to Keras. Besides, tfdist replaces the functions that write models' files (see `saving`).
-`save` and `export` of a trained model tell its trainer, which removes the backups of the training.
+Keras does not notify a strategy of a model between the model's creation and its training. So tfdist replaces these methods of
+`keras.Model` when it creates its first strategy. They check the model's strategy, and call Keras' own methods for models of other
+strategies. tfdist also replaces the functions that write models' files (see `saving`).
+`save` and `export` of a trained model notify its Trainer, which removes the backups of the training run.
 """
 
 from __future__ import annotations
@@ -31,15 +31,15 @@ USE_TRAINER = "{0} trains models of a Trainer alone: make the model in the scope
 _TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "predict_on_batch")
 _LOOP = "tfdist.training.loops:run_plain"  # of a higher row: imported when a model is first trained
 _SAVING: dict[str, Callable[[Method], Method]] = {"save": lambda own: own, "export": saving.model_export}
-_alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # of which it was said that they train alone
+_alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models of which a warning was logged
 _newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the strategy created last)
 
 
 def install(strategy: KerasStrategy) -> None:
-    """Gives `keras.Model` these methods, of which the first call is enough.
+    """Replaces the methods of `keras.Model`, which the first call does, and records the newest strategy.
 
     Args:
-        strategy: In whose scope models are to be built from now on.
+        strategy: The newest strategy, in whose scope models should be built.
     """
     global _newest
     _newest = weakref.ref(strategy)
@@ -56,7 +56,7 @@ def install(strategy: KerasStrategy) -> None:
 
 
 def keras_own(name: str) -> Method:
-    """Returns Keras' own method."""
+    """Returns Keras' own method of this name."""
     method = getattr(keras.Model, name)
     return getattr(method, "keras_own", method)
 
@@ -67,7 +67,7 @@ def _trained(name: str, keras_own: Method) -> Method:
         strategy = model.distribute_strategy
         if not isinstance(strategy, KerasStrategy):
             if name in ("fit", "train_on_batch"):
-                _say_alone(model)
+                _warn_if_alone(model)
             return keras_own(model, *args, **kwargs)
         trainer = strategy.trainer
         if trainer is not None and not trainer.is_at_work:
@@ -83,7 +83,7 @@ def _trained(name: str, keras_own: Method) -> Method:
 
 
 def _saved(make: Callable[[Method], Method], keras_own: Method) -> Method:
-    """Returns `Model.save` or `Model.export` that counts as the trainer's, unless `delete_backup=False`."""
+    """Returns a `Model.save` or `Model.export` that notifies the Trainer, unless `delete_backup=False`."""
     write = make(keras_own)
 
     @functools.wraps(keras_own)
@@ -101,10 +101,10 @@ def _saved(make: Callable[[Method], Method], keras_own: Method) -> Method:
     return method
 
 
-def _say_alone(model: keras.Model) -> None:
-    """Says, once for each model, that this process trains it alone, where a scope seems to have been forgotten.
+def _warn_if_alone(model: keras.Model) -> None:
+    """Warns, once for each model, that this process trains it alone, if its scope seems to have been forgotten.
 
-    It is no error: a model that helps may be trained alone on purpose, such as by a callback, of which nothing is said.
+    This is not an error: a helper model may be trained alone on purpose. If a callback trains it, no warning is logged.
     """
     strategy = _newest()
     if (
@@ -116,7 +116,7 @@ def _say_alone(model: keras.Model) -> None:
     ):
         return
     if model.distribute_strategy is not tf.distribute.get_strategy():
-        return  # another strategy's
+        return  # the model belongs to another strategy
     if strategy.num_replicas_in_sync > 1 or strategy.traits.asynchronous:
         _alone.add(model)
         logger.warning(

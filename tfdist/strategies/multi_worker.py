@@ -1,4 +1,4 @@
-"""Several workers, each with a copy of the variables."""
+"""The strategy for several workers, each with a copy of the variables."""
 
 from __future__ import annotations
 
@@ -27,20 +27,20 @@ from tfdist.runtime.log import logger
 from tfdist.strategies import startup
 from tfdist.strategies.base import KerasStrategy, UniqueCollectiveKeys
 
-# What TensorFlow's CollectiveBcastSend takes.
+# The dtypes that TensorFlow's CollectiveBcastSend supports.
 _BROADCAST = (tf.bool, tf.float32, tf.float16, tf.float64, tf.int32, tf.int64)
-# How TensorFlow says that workers broadcast different variables at the same time.
+# TensorFlow's error when workers broadcast different variables at the same time.
 _SHAPES = re.compile(
     r"Shape mismatch in the collective .* expected shape (\[.*?\]) but another .* expected shape (\[.*?\])"
 )
-_FAREWELL_MS = 10_000
-# Shorter during training: the others may wait for this task in a step, and must soon learn that it has ended.
-_FAREWELL_AMID_TRAINING_MS = 3_000
+_EXIT_BARRIER_MS = 10_000
+# Shorter during training: other tasks may wait for this one in a step, and must soon notice that it has ended.
+_EXIT_BARRIER_IN_TRAINING_MS = 3_000
 _HEARTBEAT_MS = 180_000
 
 
 class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strategies.MultiWorkerMirroredStrategy):
-    """Trains on the devices of several workers, each with a copy of the variables."""
+    """A strategy for the devices of several workers, each with a copy of the variables."""
 
     transport, transport_reason = "grpc", "there is one worker"
 
@@ -54,7 +54,7 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strate
         if "GPU" not in self.extended.worker_devices[0]:  # NCCL adds in its own order
             tf_strategies.sum_by(self, cross_process_communicator(self).all_reduce)
         if cluster_resolver is not None:
-            # A second strategy would start the server anew, under the collectives that the other workers still have on their way.
+            # A second strategy would restart the server while the other workers' collectives are still in flight.
             tf_cluster.keep_server(self)
 
     @property
@@ -72,17 +72,17 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strate
                 f"{cannot} {dtype.name} ({kwargs.get('name')}) to the workers; "
                 f"it can: {', '.join(known.name for known in _BROADCAST)}. For 16-bit computation use mixed_bfloat16."
             )
-        made: Any = kwargs.get("initial_value")
+        initial_value: Any = kwargs.get("initial_value")
 
         def checked(value: Structure) -> Structure:
-            if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow dies of it, by SIGSEGV
+            if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow would crash (SIGSEGV)
                 raise ConfigError(f"{cannot} no numbers ({kwargs.get('name')}) to the workers; leave it out.")
             return value
 
-        if not callable(made):
-            checked(made)
-        elif not isinstance(made, tf_internals.CheckpointInitialValueCallable):
-            kwargs["initial_value"] = lambda: checked(made())
+        if not callable(initial_value):
+            checked(initial_value)
+        elif not isinstance(initial_value, tf_internals.CheckpointInitialValueCallable):
+            kwargs["initial_value"] = lambda: checked(initial_value())
         try:
             variable = super()._create_variable(next_creator, **kwargs)
         except tf.errors.InvalidArgumentError as e:
@@ -93,9 +93,9 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strate
                     "Start all with the same code and the same arguments."
                 ) from e
             raise
-        if kwargs.get("name") == keras_internals.OPTIMIZER_SCALARS[1] and not callable(made):
-            # The chief's value is now every worker's: a worker that was given another one must be told (`training/program_likeness.py`).
-            variable.given_and_broadcast = float(made), float(variable.numpy())
+        if kwargs.get("name") == keras_internals.OPTIMIZER_SCALARS[1] and not callable(initial_value):
+            # All workers now have the chief's value. `training/program_likeness.py` reports a worker that passed another value.
+            variable.given_and_broadcast = float(initial_value), float(variable.numpy())
         return variable
 
 
@@ -116,8 +116,8 @@ def multi_worker_mirrored(
 
     Raises:
         ClusterError: A task cannot be reached in time, this task's port is taken, or tasks run different versions.
-        ConfigError: The cluster has parameter servers, this task is an evaluator, TensorFlow was already in use, or the
-            transport is none for these workers.
+        ConfigError: The cluster has parameter servers, this task is an evaluator, TensorFlow was already in use, or these
+            workers cannot use the transport.
     """
     if cluster is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(f"training on this host alone, though {hint}.")
@@ -139,7 +139,7 @@ def multi_worker_mirrored(
             rpc_layer="grpc",
         )
         connection_timeout.keep_connections(spec)
-        if not tf_internals.is_server_running():  # this process, already, for a strategy before this one
+        if not tf_internals.is_server_running():  # an earlier strategy may have started the server
             if tf_internals.is_started():
                 raise startup.already_started_error("multi_worker_mirrored cannot be created")
             _allow_overlap_on_one_core()
@@ -174,28 +174,28 @@ def multi_worker_mirrored(
         strategy.communicator = choice.communicator
         strategy.transport, strategy.transport_reason = choice.name, choice.reason
     if resolver:
-        atexit.unregister(_exit_barrier)  # for a strategy before this one
+        atexit.unregister(_exit_barrier)  # registered by an earlier strategy
         atexit.register(_exit_barrier)
     return strategy
 
 
 def _exit_barrier() -> None:
-    """Waits a while for the others before this task ends in success.
+    """Waits a limited time for the other tasks before this task exits successfully.
 
-    A task returns from a collective once it has received its data. Its peers may still be reading from it, and fail
-    ("Socket closed") where its process ends.
+    A task returns from a collective once it has received its data. Its peers may still be reading from it, and would
+    fail ("Socket closed") when its process exits.
     """
     if not process_end.expected_exit_code():
-        with contextlib.suppress(tf.errors.OpError):  # some may have ended long ago
-            amid = process_end.amid_training
-            tf_cluster.wait_at_barrier("tfdist/end", _FAREWELL_AMID_TRAINING_MS if amid else _FAREWELL_MS)
+        with contextlib.suppress(tf.errors.OpError):  # other tasks may have exited long ago
+            trains = process_end.amid_training
+            tf_cluster.wait_at_barrier("tfdist/end", _EXIT_BARRIER_IN_TRAINING_MS if trains else _EXIT_BARRIER_MS)
 
 
 def _allow_overlap_on_one_core() -> None:
-    """Lets operations run beside each other even on one core, unless the user has said how many.
+    """Lets operations run concurrently even on one core, unless the user has set the number of threads.
 
-    TensorFlow has a thread for each core, and on one core begins with the latest of those that are ready: gradients that could
-    travel are computed last.
+    TensorFlow has one thread per core. With one thread it runs the operations that became ready last first, so that gradients are
+    sent too late.
     """
     threading = tf.config.threading
     if not threading.get_inter_op_parallelism_threads() and "TF_NUM_INTEROP_THREADS" not in os.environ:
@@ -205,22 +205,22 @@ def _allow_overlap_on_one_core() -> None:
 
 
 def _extend_heartbeat_timeout(cluster: ClusterSpec) -> None:
-    """Gives heartbeats 90 s to be answered, unless the user has configured TensorFlow's coordination service.
+    """Allows heartbeats 90 s for an answer, unless the user has configured TensorFlow's coordination service.
 
-    One that is sent as a link goes down must arrive in time when the link is back within a minute. By TensorFlow's default they have
-    5 s, and training ends with "Deadline Exceeded" where the answer queues for as long behind gradients: as on a link of 20 Mbit/s, or
-    sometimes of 100. The Trainer notices a process that ends within seconds all the same (`training/lost_workers.py`); a host that
-    vanishes, after a minute.
+    A heartbeat that is sent when a link goes down must arrive in time if the link returns within a minute. TensorFlow's default is 5 s.
+    Training would end with "Deadline Exceeded" if the answer queues behind gradients for longer, as on a link of 20 Mbit/s, or sometimes
+    of 100 Mbit/s. The Trainer still notices within seconds that a process has ended (`training/lost_workers.py`), and after a minute
+    that a host has vanished.
     """
     if not tf_cluster.has_coordination_service():
         tf_cluster.configure_coordination_service(cluster.jobs, _HEARTBEAT_MS)
 
 
 def _broadcast_seed(strategy: tf.distribute.Strategy) -> None:
-    """Gives every worker the chief's random seed, where the user has set none.
+    """Sets the chief's random seed on every worker, unless the user has set a seed.
 
-    Each worker shuffles for itself and takes its share: unless all shuffle alike, some examples are trained
-    on twice in an epoch and others not at all.
+    Each worker shuffles the data itself and takes its share. With different shuffles, an epoch would contain
+    some examples twice and others never.
     """
     seed = random.SystemRandom().randrange(2**31)
     seeds = strategy.experimental_distribute_values_from_function(

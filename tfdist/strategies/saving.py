@@ -1,8 +1,8 @@
-"""Keeps files whole that every rank saves to one path, whenever one of them reads.
+"""Saving by every rank to one path, so that readers always see complete files.
 
-It is written beside the path, and complete files replace those that are there. One file may so be replaced by every rank. Of
-several, as a SavedModel and a checkpoint have, one rank's must not be mixed with another's: the rank that comes first writes
-them, and the others wait for it.
+Files are written beside the path, and replace the existing files once they are complete. So every rank may replace a single
+file. A SavedModel and a checkpoint have several files, which must come from one rank: the first rank to arrive writes them, and
+the others wait for it.
 """
 
 from __future__ import annotations
@@ -35,15 +35,16 @@ from tfdist.strategies.base import KerasStrategy
 Method = Function
 
 _PARTIAL = ".partial"
-_KNOWN_SECONDS = 60.0  # limit for a text that has been published
+_KNOWN_SECONDS = 60.0  # limit for reading a text that has been published
 _FILES = (".weights.h5", ".h5", ".hdf5", ".keras")
-# Raised for a variable of a parameter server that is lost: not an error of the file.
-_OF_TASKS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
-_saves: collections.Counter[tuple[str, int]] = collections.Counter()  # this task's, of a path between two steps
+# Raised if a parameter server with a variable is lost; these are not errors of the file.
+_TASK_ERRORS = (tf.errors.UnavailableError, tf.errors.AbortedError, tf.errors.CancelledError)
+# This task's saves to a path between two executions.
+_saves: collections.Counter[tuple[str, int]] = collections.Counter()
 
 
 def keras_writer(keras_own: Method) -> Method:
-    """Returns one of Keras' functions that write a model or weights, `keras_own(saveable, filepath, ...)`, safe on every rank."""
+    """Makes `keras_own(saveable, filepath, ...)`, a function of Keras that writes a model or weights, safe on every rank."""
     signature = inspect.signature(keras_own)
 
     @functools.wraps(keras_own)
@@ -105,13 +106,13 @@ def _save_beside(save: Callable[[str], object], path: str) -> None:
 
 
 def _save_shards(save: Callable[[str], object], path: str) -> None:
-    """Saves weights in several files, of which one names the others, so that they keep their names: in a folder beside `path`."""
+    """Saves sharded weights through a folder beside `path`: the index file names the other files, so their names must not change."""
     partial = f"{path}.{uuid.uuid4().hex[:8]}{_PARTIAL}"
     try:
         tf.io.gfile.makedirs(partial)
         save(os.path.join(partial, os.path.basename(path)))
         names = tf.io.gfile.listdir(partial)
-        for name in sorted(names, key=lambda name: name.endswith(".json")):  # the one that names the others comes last
+        for name in sorted(names, key=lambda name: name.endswith(".json")):  # the index comes last
             tf.io.gfile.rename(os.path.join(partial, name), os.path.join(os.path.dirname(path), name), overwrite=True)
     except (OSError, tf.errors.OpError) as e:
         raise write_error(path, e) from e
@@ -121,7 +122,7 @@ def _save_shards(save: Callable[[str], object], path: str) -> None:
 
 
 def _check_room(saveable: keras.Model | keras.layers.Layer, path: str) -> None:
-    """Raises an OSError if a disk has not enough room for the weights of a model or layer: HDF5, once it has met a full disk, crashes the process at its end."""
+    """Raises OSError if a disk lacks space for the weights: after a write to a full disk, HDF5 crashes the process when it exits."""
     bytes_needed = sum(math.prod(weight.shape) * tf.as_dtype(weight.dtype).size for weight in saveable.weights)
     folder = os.path.dirname(path) or "."
     if os.path.isdir(folder) and shutil.disk_usage(folder).free < bytes_needed:
@@ -129,7 +130,7 @@ def _check_room(saveable: keras.Model | keras.layers.Layer, path: str) -> None:
 
 
 def model_export(keras_own: Method) -> Method:
-    """Returns `Model.export` that is safe on every rank."""
+    """Returns a `Model.export` that is safe on every rank."""
 
     @functools.wraps(keras_own)
     def method(model: keras.Model, filepath: str | os.PathLike[str], *args: Any, **kwargs: Any) -> Any:
@@ -140,7 +141,7 @@ def model_export(keras_own: Method) -> Method:
 
         def write() -> None:
             with beside(path) as partial, contextlib.redirect_stdout(_Renaming(sys.stdout, partial, path)):
-                export(partial, *args, **kwargs)  # which says where it has written
+                export(partial, *args, **kwargs)  # prints the path that it has written
 
         by_one(model.distribute_strategy, path, write, lambda: model.variables)
         return None
@@ -149,13 +150,13 @@ def model_export(keras_own: Method) -> Method:
 
 
 def checkpoints_by_one(strategy: KerasStrategy) -> None:
-    """Has `tf.train.Checkpoint`, its manager and `tf.saved_model.save` write once for all ranks of `strategy`.
+    """Makes `tf.train.Checkpoint`, its manager and `tf.saved_model.save` write once for all ranks of `strategy`.
 
-    Variables on parameter servers are written by the chief: a server's disk may be another one.
+    The chief writes the variables of parameter servers, because a server may have another disk.
     """
 
     def save(own: Callable[[str], object], prefix: str, objects: Callable[[], Iterable[object]]) -> Any:
-        if _PARTIAL in prefix:  # of a SavedModel that is being written
+        if _PARTIAL in prefix:  # belongs to a SavedModel that is being written
             return own(prefix)
         by_one(strategy, prefix, lambda: _save_beside(own, prefix), objects)
         return tf.constant(prefix)
@@ -174,20 +175,20 @@ def checkpoints_by_one(strategy: KerasStrategy) -> None:
 def by_one(
     strategy: KerasStrategy, path: str, write: Callable[[], None], objects: Callable[[], Iterable[object]] = tuple
 ) -> None:
-    """Calls `write` on the first task that comes; the others wait for it. Where one does not find its files, it writes its own.
+    """Calls `write` on the first task to arrive; the others wait for it. A task that does not find these files writes its own.
 
-    Nobody waits for a task that does not come, so that one alone may save, too. Moving statistics are the exception: after a
-    loop of the user's own each replica has another value, and to average them takes all tasks.
+    No task waits for a task that does not save, so one task may save alone. Moving statistics are the exception: after a
+    custom loop each replica has its own value, and all tasks must take part in their average.
 
     Args:
         strategy: The strategy whose tasks save.
-        path: Where.
-        write: The function that writes there.
+        path: The path to save to.
+        write: The function that writes to `path`.
         objects: Returns the saved objects, which are searched for variables.
     """
     if strategy.cluster_task is None:
         return write()
-    # A Keras variable, or the variable of TensorFlow that it holds, which has a method `value`.
+    # `saved` may be a Keras variable, or the TensorFlow variable in it, whose `value` is a method.
     if any(saved in strategy.statistics or getattr(saved, "value", None) in strategy.statistics for saved in objects()):
         strategy.statistics.synchronize()
     cluster, task = strategy.cluster_task
@@ -202,7 +203,7 @@ def by_one(
         if (files := _wait_for_first(cluster, key)) == "" or files != _files_at(path):
             write()
         return None
-    except tf.errors.OpError:  # the task that keeps the texts has ended
+    except tf.errors.OpError:  # the task that stores the texts has ended
         return write()
     try:
         write()
@@ -213,12 +214,12 @@ def by_one(
 
 
 def _wait_for_first(cluster: ClusterSpec, key: str) -> str:
-    """Returns the files that the first task has written; an empty text if it ended before, or wrote none."""
+    """Returns the files that the first task has written; an empty text if it ended before, or wrote no files."""
     missed = 0
     with contextlib.suppress(tf.errors.OpError):
-        # It is there: only a chief that is busy answers late, and two tasks that write at once would mix their files.
+        # The text is published, so only a busy chief answers late. Two tasks that write at once would mix their files.
         first = cluster.training_tasks()[int(tf_cluster.published(key, _KNOWN_SECONDS))]
-        while missed < 2:  # the network may have hesitated
+        while missed < 2:  # one miss may be a delay of the network
             with contextlib.suppress(tf.errors.DeadlineExceededError):
                 return tf_cluster.published(f"{key}/done", 1.0)
             ended = reachability.unreachable_tasks(cluster, [first], serving=True).get(first) in reachability.ENDED
@@ -227,7 +228,7 @@ def _wait_for_first(cluster: ClusterSpec, key: str) -> str:
 
 
 def _files_at(path: str) -> str:
-    """Returns names, sizes and times of the files of a folder, or of a checkpoint; empty where there are none."""
+    """Returns names, sizes and times of the files of a folder or a checkpoint; empty if there are no files."""
     isdir = tf.io.gfile.isdir(path)
     paths = [os.path.join(path, name) for name in tf.io.gfile.listdir(path)] if isdir else [f"{path}.index", path]
     described = []
@@ -240,12 +241,12 @@ def _files_at(path: str) -> str:
 
 @contextlib.contextmanager
 def beside(path: str | os.PathLike[str]) -> Iterator[str]:
-    """Yields a name beside `path`; a file, a folder or a checkpoint written under it replaces the one at `path`.
+    """Yields a path beside `path`; a file, folder or checkpoint written to it replaces the one at `path`.
 
-    Each file is replaced in one step, so that a reader finds no half of one, whoever else writes the same.
+    Each file is replaced atomically, so that a reader never sees an incomplete file, whichever tasks write it.
 
     Raises:
-        WriteError: It cannot be written. In a temporary folder, which nobody reads, that costs one warning instead.
+        WriteError: The path cannot be written. In a temporary folder, which is not read, one warning is logged instead.
     """
     path = os.fspath(path).rstrip("/")
     suffix = next((ending for ending in _FILES if path.endswith(ending)), os.path.splitext(path)[1])
@@ -254,7 +255,7 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
         yield partial
         for written in sorted(_beginning_with(partial)):  # a checkpoint's index comes after its data
             _put(written, path + written.removeprefix(partial))
-    except _OF_TASKS:
+    except _TASK_ERRORS:
         raise
     except (OSError, tf.errors.OpError) as e:
         if not temporary.is_temporary(path):
@@ -283,15 +284,15 @@ def _beginning_with(prefix: str) -> list[str]:
 
 
 def _put(written: str, path: str) -> None:
-    """Replaces the file or folder at `path`; a folder file by file, top-level files last, as they imply the others.
+    """Replaces the file or folder at `path`; a folder file by file, top-level files last, because they imply the others.
 
-    Where no folder is yet, it appears in one step.
+    A new folder appears atomically.
     """
     if not tf.io.gfile.isdir(written):
         tf.io.gfile.rename(written, path, overwrite=True)
         return
     if "://" not in path:
-        with contextlib.suppress(tf.errors.OpError):  # there is one
+        with contextlib.suppress(tf.errors.OpError):  # the folder exists
             tf.io.gfile.rename(written, path)
             return
     for folder, _, files in tf.io.gfile.walk(written, topdown=False):
@@ -302,7 +303,7 @@ def _put(written: str, path: str) -> None:
 
 
 class _Renaming(io.TextIOBase):
-    """Writes to `out`, where one name takes the place of another."""
+    """A text stream that writes to `out` and replaces one name by another."""
 
     def __init__(self, out: Any, name: str, shown: str):
         self._out, self._name, self._shown = out, name, shown
@@ -322,8 +323,8 @@ def _is_ours(model: keras.Model, filepath: str | os.PathLike[str]) -> bool:
 def outside_of_scopes(function: Method, *args: Any, **kwargs: Any) -> Any:
     """Calls `function` outside of any strategy's scope, and returns its result.
 
-    To save a model Keras creates a second optimizer. In the scope of several workers its variables would be sent to the
-    others, of whom none may be saving.
+    When Keras saves a model, it creates a second optimizer. In the scope of several workers its variables would be broadcast
+    to the other workers, which may not be saving.
     """
     if not tf.distribute.has_strategy():
         return function(*args, **kwargs)
@@ -336,7 +337,7 @@ def outside_of_scopes(function: Method, *args: Any, **kwargs: Any) -> Any:
         except BaseException as e:
             errors.append(e)
 
-    thread = threading.Thread(target=call, name="outside_of_scopes")  # a scope is its thread's
+    thread = threading.Thread(target=call, name="outside_of_scopes")  # scopes are local to a thread
     thread.start()
     thread.join()
     if errors:

@@ -1,4 +1,4 @@
-"""The devices of one process: one device, mirrored variables, or central storage."""
+"""The strategies of one process: one device, mirrored variables, or central storage."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from tfdist.strategies.base import KerasStrategy, UniqueCollectiveKeys
 
 
 class OneDeviceStrategy(KerasStrategy, tf.distribute.OneDeviceStrategy):
-    """Trains on one device."""
+    """A strategy for one device."""
 
 
 class MirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strategies.MirroredStrategy):
-    """Trains on several devices of one machine, each with a copy of the variables."""
+    """A strategy for several devices of one machine, each with a copy of the variables."""
 
 
 class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralStorageStrategy):
-    """Trains on several devices of one machine, with one copy of the variables."""
+    """A strategy for several devices of one machine, with one copy of the variables."""
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         # Keras' metrics and seed generators add to themselves by `assign(self + value)`. TensorFlow would sum that
@@ -51,7 +51,7 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
 
 
 def _check_devices(config: StrategyConfig) -> None:
-    """Raises where a device is not there: TensorFlow would take the CPU without a word."""
+    """Raises ConfigError if a device does not exist: TensorFlow would silently use the CPU."""
     here = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices()]
     for name in config.device_names:
         short = name.upper().rpartition("DEVICE:")[2].lstrip("/")
@@ -81,7 +81,7 @@ def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
 
     Args:
         config: The configuration: `devices` names the devices, by default all GPUs, or all CPUs without one;
-            `transport` says how gradients are summed.
+            `transport` chooses how gradients are summed.
 
     Returns:
         A `MirroredStrategy`.
@@ -91,7 +91,7 @@ def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     """
     _check_devices(config)
     in_order = functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=tree_sum)
-    # NCCL is TensorFlow's choice wherever there are GPUs.
+    # TensorFlow chooses NCCL if there are GPUs.
     operations: dict[str, Callable[[], tf.distribute.CrossDeviceOps | None]] = {
         "auto": lambda: None if tf.config.list_logical_devices("GPU") else in_order(),
         "grpc": in_order,
@@ -122,7 +122,7 @@ def make_virtual_cpus(count: int) -> None:
     try:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError as e:
-        # In use already: fine where it was for the same number.
+        # TensorFlow has started, which is fine if it has the same number of CPUs.
         if (present := len(tf.config.list_logical_devices("CPU"))) != count:
             raise startup.already_started_error(
                 f"strategy.devices={count} virtual CPUs cannot be made (there are {present})"

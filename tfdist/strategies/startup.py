@@ -1,4 +1,4 @@
-"""Checks before a strategy is created: the versions are tested ones, and TensorFlow has not started yet."""
+"""Checks before a strategy is created: the versions are tested, and TensorFlow has not started yet."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def already_started_error(what: str) -> ConfigError:
     """Returns the error for a strategy that is created after TensorFlow has started.
 
     Args:
-        what: The begin of the message, which names the object that cannot be created any more.
+        what: The start of the message, which names the object that can no longer be created.
     """
     package = str(pathlib.Path(__file__).parents[1])
     stack = [frame for frame in traceback.extract_stack() if not frame.filename.startswith((package, "<"))]
@@ -63,7 +63,7 @@ def already_started_error(what: str) -> ConfigError:
     )
     if not stack:
         return ConfigError(f"{message}.")
-    here, first = _place_to_move(stack)
+    here, first = _call_to_move(stack)
     message = f"{here.filename}:{here.lineno}: {message}: move this call up"
     if first:
         line, code = first
@@ -73,7 +73,7 @@ def already_started_error(what: str) -> ConfigError:
     )
 
 
-def _place_to_move(
+def _call_to_move(
     stack: list[traceback.FrameSummary],
 ) -> tuple[traceback.FrameSummary, tuple[int, str] | None]:
     """Returns the call that must move, and the line that it must precede, or None if that is unknown.

@@ -1,4 +1,4 @@
-"""The cores of a TPU."""
+"""The strategy for the cores of a TPU."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from tfdist.strategies.base import KerasStrategy
 
 
 class TPUStrategy(KerasStrategy, tf.distribute.TPUStrategy):
-    """Trains on the cores of a TPU. Never run by tfdist's own tests."""
+    """A strategy for the cores of a TPU. tfdist's own tests never run it."""
 
 
 def tpu(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:

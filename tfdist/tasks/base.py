@@ -16,19 +16,19 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass
 class NoOptions:
-    """For tasks that have nothing to set."""
+    """Options of a task without options."""
 
 
 class Task:
-    """A model, its arguments of `compile`, and its data. Subclass it, and name it `package.module:Class`.
+    """A model, its arguments of `compile`, and its data. Subclass it, and refer to the subclass as `package.module:Class`.
 
     Args:
         options: An instance of the class attribute `Options`.
 
     Attributes:
-        Options: A dataclass with defaults: `--config.task_options.NAME=VALUE` sets its fields. A method `faults`, if it
-            has one, yields a sentence for each fault. An attribute that is no field is taken for a misspelt one, unless
-            it begins with `_`.
+        Options: A dataclass with defaults: `--config.task_options.NAME=VALUE` sets its fields. An optional method
+            `faults` yields a message for each invalid value. An attribute that is not a field counts as a misspelled field,
+            unless it begins with `_`.
 
     Examples:
         >>> import dataclasses, keras, tensorflow as tf, tfdist
@@ -55,22 +55,22 @@ class Task:
         raise NotImplementedError
 
     def steps_per_epoch(self, global_batch_size: int) -> int | None:
-        """Returns the number of steps in an epoch, or None where `train_data` ends by itself."""
+        """Returns the number of steps in an epoch, or None if `train_data` ends by itself."""
         return None
 
     def train_data(self, context: tf.distribute.InputContext, global_batch_size: int, seed: int) -> tf.data.Dataset:
         """Returns this input pipeline's training data, in batches for each replica.
 
         Must be a pure function of its arguments, so that every rank agrees and a run can be repeated.
-        `tfdist.data.epochs` makes one from arrays.
+        `tfdist.data.epochs` creates such a dataset from arrays.
 
         Args:
-            context: Which of how many input pipelines this is.
+            context: The number of input pipelines, and this pipeline's id.
             global_batch_size: Examples per step over all replicas.
             seed: The run's seed.
         """
         raise NotImplementedError
 
     def eval_data(self, global_batch_size: int) -> tf.data.Dataset | None:
-        """Returns the whole validation data in batches of `global_batch_size`, or None. The strategy shards it."""
+        """Returns all validation data in batches of `global_batch_size`, or None. The strategy shards the dataset."""
         return None

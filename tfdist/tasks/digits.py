@@ -1,7 +1,7 @@
-"""Handwritten digits: 1797 real 8x8 images of 16 greys, in 10 classes.
+"""Handwritten digits: 1797 real 8x8 images with 17 grey levels, in 10 classes.
 
 1437 images train and 360 validate, a fixed split. They are the test set of "Optical Recognition of Handwritten Digits" by E. Alpaydin
-and C. Kaynak (UCI Machine Learning Repository, 1998, CC BY 4.0), as scikit-learn carries them, too.
+and C. Kaynak (UCI Machine Learning Repository, 1998, CC BY 4.0), which scikit-learn also contains.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ class Options:
     Attributes:
         filters: Channels of the first convolution; the second has twice as many.
         dropout: Share of the features dropped before the last layer, 0 to below 1.
-        label_smoothing: How much of a label is spread over all classes, 0 to below 1.
+        label_smoothing: Share of a label that is spread over all classes, 0 to below 1.
     """
 
     filters: int = 32

@@ -1,4 +1,4 @@
-"""Numbers by which workers compare the arrays that they were given: nearly equal for arrays that are nearly equal."""
+"""Digests by which workers compare their input arrays. Nearly equal arrays have nearly equal digests."""
 
 from __future__ import annotations
 
@@ -11,9 +11,9 @@ import tensorflow as tf
 
 from tfdist.aliases import Data, Structure
 
-_ROWS = 128  # of each array, spread over it
-_ROW_VALUES = 256  # of each such row, spread over it
-TOLERANCE = 1e-5  # between digests of equal arrays, which processors of two kinds may have computed
+_ROWS = 128  # sampled from each array, evenly spaced
+_ROW_VALUES = 256  # sampled from each of these rows, evenly spaced
+TOLERANCE = 1e-5  # between digests of equal arrays: processors may round differently
 
 
 def describe(data: Data) -> str:
@@ -27,9 +27,9 @@ def kinds(data: Data) -> str:
 
 
 def digest(data: Data) -> float:
-    """Returns a number made of some rows of each array in a structure; 0 without arrays.
+    """Returns a digest of sampled rows of each array in a structure; 0 without arrays.
 
-    For arrays of numbers it is a random projection, made with the same signs on all workers, so that rounding changes it little.
+    Numeric rows are multiplied by random signs, the same on all workers, and summed. Rounding changes this digest little.
     """
     return sum((number + 1) * _digest(array) for number, array in enumerate(_arrays(data)))
 
@@ -53,7 +53,7 @@ def _digest(array: Structure) -> float:
 
 
 def _sample(array: Structure) -> np.ndarray:
-    """Returns values of some rows, flat."""
+    """Returns values of evenly spaced rows as a flat array."""
     if isinstance(array, tf.SparseTensor):
         return _sample(array.values)
     if isinstance(array, tf.RaggedTensor):

@@ -23,14 +23,15 @@ from tfdist.runtime.log import logger
 from tfdist.training import configured, task_checks
 from tfdist.training.trainer import Trainer
 
-_SAME = ("task", "task_options", "precision")  # what decides what the model computes of its weights
-_Key = tuple[str, int]  # a variable's path, and its number among those with this path
+_SAME = ("task", "task_options", "precision")  # fields on which the outputs of given weights depend
+_Key = tuple[str, int]  # a variable's path, and its index among the variables with this path
 
 
 def export(config: TrainConfig, folder: str, path: str, step: int | None = None) -> str:
-    """Writes the model of the newest whole backup, or of the one of `step`, as an evaluation at its step would have it. Returns the backup's path.
+    """Writes the model of the newest complete backup, or of the backup of `step`, and returns the path of this backup.
 
-    The optimizer starts again. Raises BackupError without a whole backup, and ConfigError for a backup of another configuration.
+    The weights are those that an evaluation at the backup's step uses. The optimizer has its initial state. Raises BackupError
+    without a complete backup, and ConfigError for a backup of another configuration.
     """
     storage = Storage(folder, 0, 1)
     point, manifest, weights = _newest(storage, step)
@@ -39,7 +40,7 @@ def export(config: TrainConfig, folder: str, path: str, step: int | None = None)
     for name in _SAME:
         if backed_up.get(name) != current[name]:
             raise ConfigError(
-                f"The backup {backup} is not of the configuration beside it: {name} was {format_value(backed_up.get(name))}, and is "
+                f"The backup {backup} was written under another configuration: {name} is {format_value(backed_up.get(name))} in the backup, and "
                 f"{format_value(current[name])} in config.json. Give the work directory of the run that wrote the backup."
             )
     trainer = Trainer("one_device", cluster=False)
@@ -55,7 +56,7 @@ def export(config: TrainConfig, folder: str, path: str, step: int | None = None)
             data = task.train_data(tf.distribute.InputContext(), batch_size, config.seed)
         trainer.evaluate(model, data.take(1), verbose=0)
     with trainer.scope():
-        model.optimizer.build(model.trainable_variables)  # or Keras would not load the file
+        model.optimizer.build(model.trainable_variables)  # otherwise Keras would not load the saved file
     load_weights(model, weights, backup)
     trainer.save(model, path, delete_backup=False)
     return backup
@@ -71,7 +72,7 @@ def _newest(storage: Storage, step: int | None) -> tuple[SavePoint, dict[str, An
             why.append(str(e))
             logger.warning(f"{e}; trying the backup before it")
     of_step = "" if step is None else f" of step {step}"
-    raise BackupError(f"{storage.folder!r} holds no whole backup{of_step}{': ' if why else ''}{'; '.join(why)}.")
+    raise BackupError(f"{storage.folder!r} holds no complete backup{of_step}{': ' if why else ''}{'; '.join(why)}.")
 
 
 def _points(storage: Storage, step: int | None) -> Iterator[SavePoint]:
@@ -83,7 +84,7 @@ def _points(storage: Storage, step: int | None) -> Iterator[SavePoint]:
 
 
 def read_weights(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]) -> dict[_Key, np.ndarray]:
-    """Returns the values of all variables that a backup holds, as an evaluation at this step would have them.
+    """Returns the values of all variables in a backup, as an evaluation at the backup's step uses them.
 
     State that differs between replicas, such as moving statistics, is averaged, as `Trainer.evaluate` does. Raises
     CorruptBackupError if a file is damaged.
@@ -100,28 +101,28 @@ def read_weights(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]
 
 
 def load_weights(model: keras.Model, weights: Mapping[_Key, np.ndarray], source: str) -> None:
-    """Sets a built model's variables, without those of its metrics and optimizer. Raises ConfigError where they are not this model's.
+    """Assigns weights to the variables of a built model, except those of its metrics and optimizer. Raises ConfigError if the weights do not fit.
 
-    `source` says in messages where they are from.
+    `source` names the origin of the weights in messages.
     """
     optimizers = optimizer_search.optimizers(model)
-    without = [*model.metrics_variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
-    skipped = {id(variable.value) for variable in without}
+    excluded = [*model.metrics_variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
+    skipped = {id(variable.value) for variable in excluded}
     for key, variable in _keyed(named_variables(model)):
         if id(variable) in skipped:
             continue
         value = weights.get(key)
         if value is None or value.shape != tuple(variable.shape):
             raise ConfigError(
-                f"The weights of {source} are not this model's: {key[0]} has shape {tuple(variable.shape)} here, and "
-                f"{'is missing' if value is None else f'{value.shape}'} there. Build the model of the training."
+                f"The weights of {source} do not fit this model: {key[0]} has shape {tuple(variable.shape)} in the model, and "
+                f"{'is missing' if value is None else f'{value.shape}'} in the backup. Build the model of the training."
             )
         for component in model.distribute_strategy.experimental_local_results(variable):
             component.assign(tf.cast(value, component.dtype))
 
 
 def _keyed(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[_Key, Any]]:
-    """Yields values by their path, without the numbers that variables have in one process: metrics may be missing in another."""
+    """Yields values by path and index among equal paths. A variable's number in its process does not count: another process may lack the metrics."""
     counts: dict[str, int] = {}
     for name, value in named:
         path = name.partition("/")[2]
@@ -130,6 +131,6 @@ def _keyed(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[_Key, Any]]:
 
 
 def _mean(values: list[np.ndarray]) -> np.ndarray:
-    # As the kinds of bfloat16 are none of NumPy's own, by the tensors' type.
+    # NumPy does not classify bfloat16 as floating; TensorFlow does.
     floating = tf.as_dtype(values[0].dtype).is_floating
     return np.mean(np.asarray(values, np.float64), axis=0) if floating else values[0]

@@ -1,4 +1,4 @@
-"""Callbacks that only observe or only write: how they are recognized, and where the writers may write.
+"""Tests for callbacks that only observe or only write, and temporary paths for the writers on workers.
 
 A class declares itself by `only_observes = True` or `writes = "filepath"`. Keras' own classes do not, so tables here do it for them.
 """
@@ -19,7 +19,7 @@ from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
 from tfdist.runtime.temporary import temporary_folder
 
-# They look at each step's logs and clock, and touch neither the model nor its training.
+# These callbacks read each step's logs and the time. They change neither the model nor the training.
 _KERAS_OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger)
 _KERAS_WRITERS = {
     keras.callbacks.ModelCheckpoint: "filepath",
@@ -36,7 +36,7 @@ def only_observes(callback: keras.callbacks.Callback) -> bool:
 
 
 def only_writes(callback: keras.callbacks.Callback) -> bool:
-    """Returns whether a callback is of a class that says where it writes, or of a subclass that overrides none of its hooks."""
+    """Returns whether a callback has all its hooks from a class that declares where it writes."""
     kind, _ = _writer(callback)
     if kind is None:
         return False
@@ -45,12 +45,12 @@ def only_writes(callback: keras.callbacks.Callback) -> bool:
 
 
 def place_attribute(callback: keras.callbacks.Callback) -> str | None:
-    """Returns the name of the attribute that says where a callback writes, or None if it says nothing of that."""
+    """Returns the name of the attribute that holds a callback's output path, or None if its classes declare none."""
     return _writer(callback)[1]
 
 
 def _writer(callback: keras.callbacks.Callback) -> tuple[type | None, str | None]:
-    """Returns the first of a callback's classes that says where it writes, and the name of that attribute."""
+    """Returns the most derived class of a callback that declares where it writes, and the declared attribute's name."""
     kinds = type(callback).__mro__
     for kind, declared in ((kinds[0], vars(callback)), *((kind, vars(kind)) for kind in kinds)):
         name = declared.get("writes", _KERAS_WRITERS.get(kind))
@@ -61,39 +61,40 @@ def _writer(callback: keras.callbacks.Callback) -> tuple[type | None, str | None
 
 @contextlib.contextmanager
 def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[None]:
-    """Lets writers write to a temporary folder, which is removed in the end; then they have their own places again.
+    """Redirects writers to a temporary folder within the context, then restores their paths and removes the folder.
 
-    For the workers: a subclass that predicts in a hook must do so on all of them, but their files would be the chief's.
+    For workers: a subclass that predicts in a hook must run on all of them, but their files would overwrite the chief's.
     """
-    places = [
-        (each, name, place)
-        for each in callbacks
-        if (name := place_attribute(each)) and isinstance(place := getattr(each, name, None), (str, pathlib.PurePath))
-    ]  # None means that it does not write
-    if not places:
+    writers = [
+        (callback, name, path)
+        for callback in callbacks
+        if (name := place_attribute(callback))
+        and isinstance(path := getattr(callback, name, None), (str, pathlib.PurePath))
+    ]  # a path of None means that the callback does not write
+    if not writers:
         yield
         return
     with temporary_folder() as folder:
-        for number, (callback, name, place) in enumerate(places):
-            setattr(callback, name, _redirect(place, os.path.join(folder, str(number))))
+        for number, (callback, name, path) in enumerate(writers):
+            setattr(callback, name, _redirect(path, os.path.join(folder, str(number))))
         try:
             yield
         finally:
-            for callback, name, place in places:
-                setattr(callback, name, place)
+            for callback, name, path in writers:
+                setattr(callback, name, path)
 
 
-def _redirect(place: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
-    """Returns a place in `folder`, which it creates, instead of `place`; instead of a server's address, none."""
-    if str(place).startswith(("http://", "https://")):
+def _redirect(path: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
+    """Creates `folder` and returns the path in it that replaces `path`. Replaces the URL of a server by `_NO_SERVER`."""
+    if str(path).startswith(("http://", "https://")):
         return _NO_SERVER
     os.mkdir(folder)
-    file = os.path.join(folder, os.path.basename(place))
-    return file if isinstance(place, str) else pathlib.Path(file)
+    file = os.path.join(folder, os.path.basename(path))
+    return file if isinstance(path, str) else pathlib.Path(file)
 
 
 def guard_log_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
-    """Returns callbacks to add, so that a row that cannot be written to a CSV log costs one warning."""
+    """Returns callbacks to add, so that an unwritable CSV log causes one warning and no error."""
     loggers = [callback for callback in callbacks if isinstance(callback, keras.callbacks.CSVLogger)]
     return [_LogFileGuard(loggers)] if loggers else []
 
@@ -106,13 +107,13 @@ class _LogFileGuard(keras.callbacks.Callback):
         self._loggers = loggers
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        for log in self._loggers:  # which open their files as the training begins, and again after a restore
+        for log in self._loggers:  # CSVLogger opens its file when training begins, and again after a restore
             if log.csv_file and not isinstance(log.csv_file, _OptionalFile):
                 log.csv_file = _OptionalFile(log.csv_file, log.filename)
 
 
 class _OptionalFile:
-    """A file whose writer does not learn that it cannot be written."""
+    """A file that logs one warning, and raises no error, if it cannot be written."""
 
     def __init__(self, file: Any, path: str):
         self._file, self._path = file, path

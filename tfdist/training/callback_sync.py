@@ -1,9 +1,9 @@
-"""Keeps the ranks of a run in step around the user's callbacks.
+"""Synchronization of the ranks of a run around the user's callbacks.
 
 If one rank leaves the loop or enters a collective alone, the others hang; if it changes the learning rate or weights alone, the
-replicas diverge. A callback given to one rank only (`if chief: callbacks.append(...)`) does all of that. So statistics are synchronised
-before callbacks run, and afterwards all ranks agree on their decisions: any rank may stop the training, the chief's learning rate
-holds, and after an epoch all weights must be equal.
+replicas diverge. A callback that only one rank has (`if chief: callbacks.append(...)`) can cause all of these. Therefore statistics are
+synchronized before callbacks run, and afterwards all ranks agree on the callbacks' decisions. Any rank may stop the training, the
+chief's learning rate applies, and after an epoch all weights must be equal.
 """
 
 from __future__ import annotations
@@ -30,12 +30,12 @@ _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", 
 def wrap_callbacks(
     callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy, ranks: Ranks, check_weights: bool
 ) -> tuple[keras.callbacks.Callback, list[keras.callbacks.Callback], keras.callbacks.Callback]:
-    """Returns the callback to call before those of this rank, these, and the one to call after them. A collective.
+    """Returns the callback to call first, this rank's callbacks, and the callback to call last. A collective.
 
-    With `check_weights` the ranks compare their weights after each epoch, too, if all have the same callbacks.
+    With `check_weights` the ranks compare their weights after each epoch. Ranks whose callbacks differ always do.
     """
     local = [c for c in callbacks if ranks.is_chief or not only_writes(c)]
-    # A writer counts, though it is dropped here: it still reads the model on the chief. One that only observes does not.
+    # Writers count, although workers drop them: on the chief they read the model. Observers do not count.
     names = ",".join(type(c).__qualname__ for c in callbacks if not only_observes(c)).encode()
     gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
@@ -58,7 +58,7 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
 
 
 class _Synchronize(keras.callbacks.Callback):
-    """Comes first: makes all ranks hold the same statistics, so that any of the others may read the model alone."""
+    """The first callback: synchronizes statistics across ranks, so that a later callback may read the model on one rank alone."""
 
     def __init__(self, strategy: Strategy, on_batches: bool):
         super().__init__()
@@ -81,10 +81,10 @@ class _Synchronize(keras.callbacks.Callback):
 
 
 class _CheckConsistency(keras.callbacks.Callback):
-    """Comes last: applies one rank's decisions on all ranks.
+    """The last callback: applies one rank's decisions on all ranks.
 
-    `on_batches` says that some rank has a callback that acts on batches, `alike` that all ranks have the same callbacks, except those that only
-    observe: then unequal weights are an error, else the chief's hold.
+    `on_batches`: some rank has a callback that acts on batches. `alike`: all ranks have the same callbacks, except those that only
+    observe. Unequal weights are an error if `alike`; otherwise all ranks take the chief's weights.
     """
 
     def __init__(self, strategy: Strategy, ranks: Ranks, on_batches: bool, alike: bool, check_weights: bool):
@@ -124,9 +124,9 @@ class _CheckConsistency(keras.callbacks.Callback):
         if self._ranks.size == 1:
             return
         optimizer = self.model.optimizer
-        # A LossScaleOptimizer's own rate means nothing.
+        # LossScaleOptimizer does not use its own learning rate.
         rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
-        # A schedule is a function of the step, and so the same on all ranks.
+        # A schedule is a function of the step: equal on all ranks.
         local_rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
         gathered = self._ranks.gather(float(self.model.stop_training), local_rate)
         self.model.stop_training = bool(gathered[:, 0].any())
@@ -153,7 +153,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             raise ClusterError(
                 f"The model's or optimizer's variables of task {others} differ from the chief's {when}, though all "
                 f"tasks have the same callbacks; {first} first. Does something set weights from values that differ between tasks?"
-                + f" They differ in {unlike}, too, by which sums are rounded."
+                + f" These tasks also differ in {unlike}, which changes the rounding of sums."
                 * bool(unlike)
             )
         for variable in variables:

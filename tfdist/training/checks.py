@@ -37,16 +37,16 @@ _TEXT_LENGTH = 200  # bytes of a transformation's text in a message
 
 
 def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -> None:
-    """Raises ConfigError unless `tfdist.create_strategy` has made the strategy, and there are no options, which only go with a name."""
+    """Raises ConfigError unless `tfdist.create_strategy` has made the strategy and `options` is empty: they need a name or a StrategyConfig."""
     if as_ours(strategy) is None or options:
         raise ConfigError(
-            "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy, and options "
-            f"go with the first two. Received: {type(strategy).__name__}, options {sorted(options)}."
+            "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy; options are "
+            f"only valid with a name or a StrategyConfig. Received: {type(strategy).__name__}, options {sorted(options)}."
         )
 
 
 def check_options(trainer: type, strategy: object, options: Collection[str]) -> None:
-    """Raises ConfigError for names that are neither arguments of a trainer's class nor options of a strategy; options go with a strategy's name."""
+    """Raises ConfigError for names that are neither arguments of the trainer's class nor options of a strategy, if `strategy` is a name."""
     fields = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
     known = fields | {*inspect.signature(trainer).parameters} - {"options"}
     faults = [unknown_name_message("argument of Trainer", name, known) for name in options if name not in fields]
@@ -55,7 +55,7 @@ def check_options(trainer: type, strategy: object, options: Collection[str]) -> 
 
 
 def check_nan_policy(policy: str, strategy: Strategy) -> None:
-    """Raises ConfigError where there is no such policy, or the strategy cannot follow it."""
+    """Raises ConfigError if the policy is unknown or the strategy does not support it."""
     if faults := list(validation.nan_policy_faults(policy, strategy.kind, strategy.traits)):
         raise ConfigError(faults)
 
@@ -71,13 +71,13 @@ def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, st
     if task.type != "evaluator" and len(cluster.training_tasks()) > 1:
         raise ConfigError(
             f"{strategy} trains in one process, but this one is {task} of {len(cluster.training_tasks())} training "
-            "tasks; use strategy multi_worker_mirrored, or, for trainings apart from each other, cluster=False "
+            "tasks; use strategy multi_worker_mirrored, or, for independent training runs, cluster=False "
             "(--config.cluster.source=none)."
         )
 
 
 def check_model(model: keras.Model, strategy: tf.distribute.Strategy, method: str) -> None:
-    """Raises ConfigError where `model`, the first argument of the trainer's `method`, is no model, was built elsewhere, or is not supported."""
+    """Raises ConfigError if `model`, the first argument of the trainer's `method`, is not a model, was built in another scope, or is not supported."""
     if not isinstance(model, keras.Model):
         raise ConfigError(
             f"{method} takes the model first: trainer.{method}(model, x, ...). Received: {type(model).__name__}."
@@ -104,9 +104,9 @@ def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
 def check_consistency(
     ranks: Ranks, model: keras.Model, data: Data, validation_data: Data, arguments: Mapping[str, Any]
 ) -> None:
-    """Checks before training that all workers gave `fit` the same, and run the same program. A collective; raises ConfigError on all workers.
+    """Checks before training that all workers pass the same arguments and run the same program. A collective; raises ConfigError on all workers.
 
-    A difference would end the training run later, or train some examples twice, or another model than the user knows of.
+    A difference would end the run later, train on some examples twice, or train another model than the user intended.
     """
     if ranks.size == 1:
         return
@@ -140,7 +140,7 @@ def check_consistency(
 
 
 def check_data_consistency(ranks: Ranks, data: Data, arguments: Mapping[str, Any]) -> None:
-    """Checks before `evaluate` and `predict` that all workers gave the same arrays, or declared their own. A collective."""
+    """Checks before `evaluate` and `predict` that all workers pass the same arrays, or that all pass own rows. A collective."""
     arrays = _Arrays(data, None, arguments)
     own, digests = np.split(ranks.gather(float(worker_rows.is_own(data)), *arrays.digests()), [1], axis=1)
     if len(set(own[:, 0])) > 1:
@@ -153,7 +153,7 @@ def check_data_consistency(ranks: Ranks, data: Data, arguments: Mapping[str, Any
 
 
 def check_class_weight(data: Data, class_weight: Mapping[int, float] | None) -> None:
-    """Raises ConfigError where data are distributed already, so that classes cannot weigh them."""
+    """Raises ConfigError for class weights on a DistributedDataset, which cannot be mapped to examples with weights."""
     if class_weight is not None and isinstance(data, tf.distribute.DistributedDataset):
         raise ConfigError(
             "class_weight cannot weight data that are distributed already (by experimental_distribute_dataset or "
@@ -162,7 +162,7 @@ def check_class_weight(data: Data, class_weight: Mapping[int, float] | None) -> 
 
 
 def own_sizes(ranks: Ranks, data: Data) -> list[int] | None:
-    """Returns the number of each worker's own examples or batches, None where workers share the data. A collective."""
+    """Returns the number of each worker's own examples or batches; None if workers share the data. A collective."""
     if ranks.size == 1 or not worker_rows.is_own(data):
         return None
     size = int(data.cardinality()) if isinstance(data, tf.data.Dataset) else _length(data.x)
@@ -170,7 +170,7 @@ def own_sizes(ranks: Ranks, data: Data) -> list[int] | None:
 
 
 class _Arrays:
-    """The arrays that a worker was given, by argument, and their comparison with those of the others."""
+    """The arrays in this worker's arguments, and their comparison with the other workers' arrays."""
 
     def __init__(self, data: Data, validation_data: Data, arguments: Mapping[str, Any]):
         own = {
@@ -185,12 +185,12 @@ class _Arrays:
         self._own = {name: None if isinstance(value, opaque) else value for name, value in own.items()}
 
     def digests(self) -> list[float]:
-        """Returns this worker's numbers: for each argument, one of the types and shapes, and one of the values."""
+        """Returns this worker's digests: one per argument of types and shapes, then one per argument of values."""
         kinds = [float(zlib.crc32(kind.encode())) for kind in self._kinds.values()]
         return [*kinds, *map(array_digest.digest, self._own.values())]
 
     def differ(self, digests: np.ndarray) -> bool:
-        """Returns whether workers have different arrays, by the digests of each."""
+        """Returns whether the digests differ between workers."""
         return bool(self._unlike(digests).any())
 
     def difference_message(self, ranks: Ranks, digests: np.ndarray) -> str:
@@ -205,7 +205,7 @@ class _Arrays:
         return (
             f"The arrays in {name} must be the same on all workers, of which each trains on its share of every batch. Received: "
             f"{_texts_by_worker(ranks, local, 'no arrays')}. Give all workers the same arrays, in the same order. Or, if each worker has "
-            "rows of its own, such as x[rank::size], declare it: tfdist.data.own_rows(x, y) in place of x and y."
+            "different rows, such as x[rank::size], pass tfdist.data.own_rows(x, y) in place of x and y."
         )
 
     def _unlike(self, digests: np.ndarray) -> np.ndarray:
@@ -234,7 +234,7 @@ def _by_worker(column: Iterable[float]) -> str:
 
 
 def _length(data: Data) -> float:
-    """Returns how many examples arrays have, or batches a dataset; whether it ends where each worker has its own."""
+    """Returns the number of examples in arrays or of batches in a dataset. For workers' own data, shows only whether they end."""
     if worker_rows.is_own(data):
         endless = isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
         return float(tf.data.INFINITE_CARDINALITY) if endless else 0.0
@@ -245,7 +245,7 @@ def _length(data: Data) -> float:
 
 
 def _data_order(data: Data) -> list[str]:
-    """Returns `_MOST_TRANSFORMATIONS` texts of how a dataset orders its elements; empty ones where workers have datasets of their own."""
+    """Returns `_MOST_TRANSFORMATIONS` texts that describe how a dataset orders its elements; all are empty for own datasets of workers."""
     texts = []
     if isinstance(data, tf.data.Dataset) and not worker_rows.is_own(data):
         texts = graph.describe_order(data)
@@ -258,10 +258,10 @@ def _order_difference_message(ranks: Ranks, local: str) -> str:
     return (
         "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received: "
         f"{_texts_by_worker(ranks, local, 'no more transformations')}. Seeds differ if a worker has drawn a random "
-        "number, or made a dataset, that the others have not: make the same calls on all workers before, or give a seed to `shuffle` "
-        "and its like (`seed=` of keras.utils.image_dataset_from_directory and of its siblings, which shuffle unless "
-        "shuffle=False). If each worker has data of its own, set experimental_distribute.auto_shard_policy of the dataset's "
-        "options to AutoShardPolicy.OFF: then each worker reads all of its own dataset, of batches of the global size."
+        "number or made a dataset that the others have not: make the same calls on all workers before, or give a seed to `shuffle` "
+        "and similar functions (`seed=` of keras.utils.image_dataset_from_directory, which shuffles unless "
+        "shuffle=False). If each worker has its own data, set experimental_distribute.auto_shard_policy of the dataset's "
+        "options to AutoShardPolicy.OFF: then each worker reads all of its own dataset, in batches of the global size."
     )
 
 

@@ -18,12 +18,12 @@ from tfdist.runtime.files import check_opens, write_error_reason
 from tfdist.training import task_checks
 from tfdist.training.trainer import Trainer
 
-# Methods by which a model makes the names of its metrics; where one is the user's own, they are known after an epoch.
+# Methods that determine the names of a model's metrics. If the user overrides one, the names are known after an epoch.
 _OWN_METRICS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
 
 
 def prepare_process(config: TrainConfig) -> None:
-    """Sets the seed, the determinism and the precision of this process, once there is a strategy and before there is a model."""
+    """Sets the seed, determinism and precision of this process. Call it after the strategy and before the model is created."""
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
@@ -38,7 +38,7 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
         check_opens(path)
         with trainer.scope():
             model.load_weights(path)
-    except Exception as e:  # whatever a file that is no archive makes readers raise
+    except Exception as e:  # readers raise many types for a file of another format
         raise ConfigError(
             f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e).rstrip('.')}. Give a file of this model's weights, "
             "which every task can read."
@@ -46,7 +46,7 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
 
 
 def make_export_folder(path: str) -> None:
-    """Makes the folder of exported models before the training. Raises ConfigError where it cannot be made."""
+    """Creates the folder of exported models before the training. Raises ConfigError if it cannot be created."""
     try:
         tf.io.gfile.makedirs(path)
     except (OSError, tf.errors.OpError) as e:
@@ -56,10 +56,10 @@ def make_export_folder(path: str) -> None:
 
 
 class MonitoredMetrics(keras.callbacks.Callback):
-    """Raises ConfigError where a callback of Keras monitors a metric that the model does not have; Keras would only warn.
+    """A check that monitored metrics exist: raises ConfigError where Keras' callbacks would only warn.
 
-    It must stand before those callbacks. A metric of the training is missed after the first step, if `at_once`; the model's steps or other
-    callbacks of the user's may add metrics at the end of an epoch, and it is missed then. `monitored` pairs callbacks' names with metrics.
+    Put it before those callbacks. With `at_once` it checks the metrics of the training after the first step. It checks all metrics at the
+    end of an epoch, because custom steps and callbacks may add metrics until then. `monitored` pairs callbacks' names with metrics.
     """
 
     only_observes = True
@@ -95,11 +95,11 @@ class MonitoredMetrics(keras.callbacks.Callback):
 
 
 def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.callbacks.Callback]:
-    """Returns the callbacks that a configuration names. Raises ConfigError for one that cannot be made, or, on the chief, cannot write its file."""
-    made: list[keras.callbacks.Callback] = []
+    """Creates the callbacks of a configuration. Raises ConfigError if a callback cannot be created or, on the chief, cannot write its file."""
+    callbacks: list[keras.callbacks.Callback] = []
     if monitored := list(callbacks_lib.monitored(config.callbacks)):
-        own = any(":" in name for name, _ in callbacks_lib.parse(config.callbacks))
-        made.append(MonitoredMetrics(monitored, at_once=not own))
+        has_custom = any(":" in name for name, _ in callbacks_lib.parse(config.callbacks))
+        callbacks.append(MonitoredMetrics(monitored, at_once=not has_custom))
     for name, arguments in callbacks_lib.parse(config.callbacks):
         make = callbacks_lib.resolve(name)
         try:
@@ -117,12 +117,12 @@ def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.ca
             raise ConfigError(
                 f"callbacks: {written} of {name} must be a file that can be written. Received: {format_value(arguments[written])} ({why})."
             )
-        made.append(callback)
-    return made
+        callbacks.append(callback)
+    return callbacks
 
 
 def _why_not_writable(path: str, is_pattern: bool) -> str:
-    """Returns why a file cannot be written, or an empty text; makes it, or of a pattern with placeholders its folder, where it does not exist."""
+    """Returns why a file cannot be written, or an empty text. Creates a missing file; for a pattern with placeholders creates only its folder."""
     if is_pattern:
         folder = os.path.dirname(path.partition("{")[0]) or "."
         try:

@@ -13,7 +13,7 @@ from tfdist.runtime.log import is_terminal, logger
 def describe_replicas(replicas: int, global_batch_size: int | None, asynchronous: bool) -> str:
     """Returns how many replicas train, and how a batch is split over them.
 
-    Asynchronous workers count as replicas, each with batches of the whole size.
+    Asynchronous workers count as replicas; each takes batches of the global size.
     """
     number, batch = replicas, global_batch_size
     if asynchronous:
@@ -41,5 +41,5 @@ def print_missing_update(model: keras.Model) -> None:
         if accumulated and inner.built and 0 < (steps := int(inner.iterations.numpy())) < accumulated:
             logger.warning(
                 f"no weight was updated: the training had {steps} steps, fewer than gradient_accumulation_steps={accumulated}; "
-                "train longer, or accumulate fewer."
+                "train longer, or lower gradient_accumulation_steps."
             )

@@ -79,7 +79,7 @@ class Step:
 
         Args:
             batch: A batch from `loop`: each replica receives its part. Or tensors or arrays: every replica of this process
-                receives all of them, and each worker may pass other ones of the same size.
+                receives all of them, and each worker may pass different ones of the same size.
 
         Returns:
             The step's logs as numbers: the mean over the replicas, weighted by their numbers of examples.
@@ -112,7 +112,7 @@ class Step:
 
         Args:
             x: As for `fit`: arrays, a dataset with batches of the global size, or a function `(tf.distribute.InputContext) ->
-                tf.data.Dataset`. The step receives the same batch as a `train_step`: of arrays `x` or `(x, y)`.
+                tf.data.Dataset`. The step receives the same batch as a `train_step`: for arrays, `x` or `(x, y)`.
             y: The targets, if `x` is arrays.
             epochs: The number of epochs, `initial_epoch` included.
             steps_per_epoch: Steps of an epoch; required if the data are endless.

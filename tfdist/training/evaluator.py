@@ -31,12 +31,14 @@ from tfdist.training.trainer import Trainer
 
 MODEL = "model.keras"
 EVALUATIONS = "evaluations.jsonl"
-_LOOK_EVERY = 0.5  # seconds between two looks for a backup
-_SETTLES_WITHIN = 3.0  # seconds in which what is being removed, or does not show yet on this host, looks damaged
+_LOOK_EVERY = 0.5  # seconds between two searches for a backup
+_SETTLES_WITHIN = (
+    3.0  # seconds for which a backup may look damaged while it is removed, or not yet visible on this host
+)
 
 
 def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> None:
-    """Evaluates the backups of a training that other processes run, on one device, until it has finished.
+    """Evaluates the backups of a training run of other processes, on one device, until that run has finished.
 
     Raises ConfigError without validation data.
     """
@@ -47,16 +49,16 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> N
     data = task_checks.checked_data(config.task, "eval_data", trained.eval_data(batch_size), optional=True)
     if data is None:
         raise ConfigError(f"The evaluator needs validation data, but eval_data() of task {config.task!r} returns None.")
-    model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # which it never uses
+    model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # the optimizer is never used
     backup_dir = backup_arguments(config, workdir)["backup_dir"]
     Evaluator(model, data, backup_dir, workdir, task, final_differs=config.optimizer.use_ema).run()
 
 
 class Evaluator:
-    """Follows the backups of a training in another process. It takes part in no collective, and writes no backup.
+    """A loop that evaluates the backups of another process's training run. It joins no collective and writes no backup.
 
-    The model was built in the scope of a trainer of one device, and compiled. `final_differs` says whether the trained model's weights are others
-    than those of the last backup.
+    The model was built in the scope of a trainer of one device, and compiled. `final_differs` says whether the trained model's weights
+    differ from those of the last backup.
     """
 
     def __init__(
@@ -76,16 +78,18 @@ class Evaluator:
         self._progress = progress.Progress(task)
         self._signs_of_life = keras.callbacks.LambdaCallback()
         self._signs_of_life.on_test_batch_end = lambda batch, logs=None: self._progress.touch()
-        self._seen: set[tuple[SavePoint, int]] = set()  # with the time when it was written
-        self._doubtful: dict[tuple[SavePoint, int], float] = {}  # and since when it looks damaged
+        self._seen: set[tuple[SavePoint, int]] = set()  # save points, and when they were written
+        self._doubtful: dict[tuple[SavePoint, int], float] = {}  # backups that look damaged, and since when
 
     def run(self) -> None:
-        """Evaluates each complete backup, then the trained model; returns when the training has finished and all is evaluated."""
+        """Evaluates each complete backup, then the trained model; returns when the training has finished and all backups are evaluated."""
         if not self._model.built:
             self._model.evaluate(self._data.take(1), verbose=0)
-        logger.info(f"evaluating each backup that comes to {self._storage.folder}")
+        logger.info(f"evaluating each new backup in {self._storage.folder}")
         while True:
-            summary = self._summary()  # first: what the training wrote before is then seen below
+            summary = (
+                self._summary()
+            )  # read first, so that the search below sees every backup that was written before the summary
             has_new = False
             for point, manifest, weights in self._new_backups():
                 has_new = True
@@ -99,7 +103,7 @@ class Evaluator:
                 time.sleep(_LOOK_EVERY)
 
     def _summary(self) -> dict[str, Any] | None:
-        """Returns the summary of the training once it has finished: the file of an earlier one does not count."""
+        """Returns the summary of the training once it has finished, else None. Ignores the file of an earlier training."""
         path = self._workdir / "summary.json"
         try:
             begun = max((self._workdir / "config.json").stat().st_mtime, progress.launched())
@@ -108,7 +112,7 @@ class Evaluator:
             return None
 
     def _new_backups(self) -> Iterator[tuple[SavePoint, Mapping[str, Any], Any]]:
-        """Yields backups that are to be evaluated, the oldest first; the training may remove them meanwhile."""
+        """Yields the backups to evaluate, oldest first; the training may remove backups in the meantime."""
         points, doubtful = self._storage.points(), {}
         newest = next(filter(self._storage.is_complete, points), None)
         for point in reversed(points):
@@ -132,7 +136,7 @@ class Evaluator:
             since = self._doubtful.get(key, time.monotonic())
             if why and time.monotonic() - since > _SETTLES_WITHIN:
                 self._seen.add(key)
-                logger.warning(f"{why}; the evaluator leaves this backup out")
+                logger.warning(f"{why}; the evaluator skips this backup")
             elif why:
                 doubtful[key] = since
         self._doubtful = doubtful
@@ -158,7 +162,7 @@ class Evaluator:
 
 
 class EvaluationLog:
-    """The results: one line of JSON for each evaluation of a training run, which outlives the process; and its curves in TensorBoard.
+    """The results of a training run's evaluations: a file with one line of JSON each, which outlives the process, and curves in TensorBoard.
 
     Attributes:
         rows: The lines: `step`, `epoch`, `backup`, `training`, `time` and `metrics`.
@@ -169,7 +173,7 @@ class EvaluationLog:
         self._run = Run(str(workdir / "tensorboard" / task))
         self._works = True
         self.rows = list(self._read())
-        # Drawn again from the lines: a process that was killed may have written a line without its curves, or the reverse.
+        # Draw the curves again from the lines: a killed process may have written a line without its curves, or the reverse.
         self._try(lambda: self._run.cut({}))
         for row in self.rows:
             self._draw(row)
@@ -183,13 +187,13 @@ class EvaluationLog:
                     pass
 
     def contains(self, training: str, step: int, backup: str = "") -> bool:
-        """Returns whether a step of a training has been evaluated; an empty `backup` means of any."""
+        """Returns whether a step of a training has been evaluated; an empty `backup` matches every backup."""
         return any(
             (row["training"], row["step"]) == (training, step) and backup in ("", row["backup"]) for row in self.rows
         )
 
     def add(self, training: str, step: int, epoch: int, backup: str, metrics: dict[str, Any]) -> None:
-        """Writes a line; the lines and curves of another training are set aside."""
+        """Appends a line, after it has moved the lines and curves of another training to other files."""
         if any(row["training"] != training for row in self.rows):
             self._path.replace(self._path.with_name("evaluations.before.jsonl"))
             self._try(self._run.set_aside)
@@ -216,4 +220,4 @@ class EvaluationLog:
                 action()
         except (tf.errors.OpError, OSError) as e:
             self._works = False
-            logger.warning(f"the evaluator writes no more curves, and goes on with {self._path} ({e}).")
+            logger.warning(f"the evaluator stops writing curves, and continues {self._path} ({e}).")

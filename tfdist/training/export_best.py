@@ -20,32 +20,32 @@ from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger
 from tfdist.strategies import model_methods, saving
 
-_ABOUT = "assets.extra/tfdist.json"  # a SavedModel's folder for what is not its own
-_LEFT = re.compile(r"\d+\.[0-9a-f]{8}\.partial")
+_ABOUT = "assets.extra/tfdist.json"  # a SavedModel's folder for files of other programs
+_PARTIAL = re.compile(r"\d+\.[0-9a-f]{8}\.partial")
 
 
 class ExportBest(keras.callbacks.Callback):
-    """Exports the model for inference after each epoch in which a metric is better than in all before.
+    """A callback that exports the model for inference after each epoch in which a metric reaches its best value so far.
 
         trainer.fit(model, data, validation_data=validation, epochs=9, callbacks=[tfdist.ExportBest("models/digits")])
 
-    Each export is a SavedModel in a folder of its own, `PATH/1`, `PATH/2` and so on: TensorFlow Serving, given `PATH`, loads the
-    highest number. It appears there complete, in one step; then the ones before that this class has written are removed.
-    `assets.extra/tfdist.json` in it has the epoch and its metrics. A training that continues from a backup remembers the best
-    value. A new training replaces the export of the one before at the end of its first epoch.
+    Each export is a SavedModel in its own folder, `PATH/1`, `PATH/2` and so on; TensorFlow Serving loads the highest number in
+    `PATH`. An export appears there complete, in one step; then earlier exports of this class are removed. Its file
+    `assets.extra/tfdist.json` holds the epoch and the metrics. A training that resumes from a backup remembers the best
+    value. A new training replaces the export of the previous training at the end of its first epoch.
 
     Give it to all workers or to the chief alone: the chief writes.
 
     Args:
         path: The folder.
-        monitor: The metric's name in the logs of an epoch. Of a `val_` metric, epochs without validation are skipped.
-        mode: Whether the metric shall fall (`"min"`) or rise (`"max"`); `"auto"` tells it by the metric's name.
+        monitor: The metric's name in the logs of an epoch. For a `val_` metric, epochs without validation are skipped.
+        mode: Whether the metric should fall (`"min"`) or rise (`"max"`); `"auto"` decides by the metric's name.
 
     Attributes:
         best: The metric's best value so far, or None. Values that are not finite do not count.
 
     Raises:
-        ConfigError: There is no such mode, `"auto"` cannot tell it by the name; or, after an epoch, there is no such metric.
+        ConfigError: The mode is unknown, `"auto"` cannot decide by the name, or the metric is missing after an epoch.
 
     Examples:
         >>> import tempfile, tfdist
@@ -63,7 +63,7 @@ class ExportBest(keras.callbacks.Callback):
         self.best: float | None = None
         self._rises = rises("monitor", monitor, "mode", mode)
         self._by = [monitor, "max" if self._rises else "min"]
-        self._version: int | None = None  # the newest that is known: of this training, or of those before it
+        self._version: int | None = None  # the newest known version, of this training or an earlier one
         self._has_warned = False
 
     def state_dict(self) -> dict[str, Any]:
@@ -71,14 +71,14 @@ class ExportBest(keras.callbacks.Callback):
         return {"by": self._by, "best": self.best, "version": self._version}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
-        """Restores the state from `state_dict`, or a later export of this training run."""
+        """Restores the state from `state_dict`, or from a later export of this training run."""
         if state["by"] != self._by:
-            return  # values that do not compare
+            return  # values of another metric or mode do not compare
         self.best, self._version = state["best"], state["version"]
         newest = newest_version(self.path)
         if newest > state["version"] and (about := self._about(newest)) and about["by"] == self._by:
             self.best, self._version = about["metrics"][self.monitor], newest
-            self._remove_others(newest)  # the kill may have come before that
+            self._remove_others(newest)  # the process may have been killed before this removal
 
     def on_train_begin(self, logs: Logs = None) -> None:
         if self._version is None:
@@ -126,10 +126,10 @@ class ExportBest(keras.callbacks.Callback):
         """Removes this class's exports before `version`."""
         for name in _names(self.path):
             if name.isdecimal() and int(name) != version and self._about(name):
-                # No half of a model keeps a number, whenever this process ends.
+                # Rename it first: if this process ends during the removal, no incomplete model keeps a number.
                 partial_path = f"{name}.{uuid.uuid4().hex[:8]}.partial"
                 tf.io.gfile.rename(os.path.join(self.path, name), os.path.join(self.path, partial_path))
-        for name in filter(_LEFT.fullmatch, _names(self.path)):
+        for name in filter(_PARTIAL.fullmatch, _names(self.path)):
             tf.io.gfile.rmtree(os.path.join(self.path, name))
 
     def _about(self, version: int | str) -> dict[str, Any] | None:

@@ -1,4 +1,4 @@
-"""The arguments of `fit`, `evaluate` and `predict`: data as the source of a loop, the others by name."""
+"""The arguments of `fit`, `evaluate` and `predict`: data become the source of a loop, other arguments are bound by name."""
 
 from __future__ import annotations
 
@@ -45,7 +45,9 @@ def open_source(
     x, y, sample_weight = data
     unsupported.check_data(engine.strategy, x)
     beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-    if isinstance(x, types.GeneratorType) and all(value is None for value in beside.values()):  # or Keras refuses them
+    if isinstance(x, types.GeneratorType) and all(
+        value is None for value in beside.values()
+    ):  # with these arguments Keras raises an error
         x = from_generator(x)
     if is_function(x):
         function, weight = x, class_weight
@@ -68,7 +70,7 @@ def open_source(
     )
     unsupported.check_data(engine.strategy, adapter)
     dataset = keras_loops.adapted_dataset(adapter)
-    if isinstance(adapter, keras_loops.ArrayDataAdapter):  # which slices arrays: tuning gains nothing
+    if isinstance(adapter, keras_loops.ArrayDataAdapter):  # it only slices arrays: autotuning gains nothing
         dataset = tf_internals.without_autotuning(dataset)
     source = engine.source(dataset, adapter.num_batches)
     source.adapter = adapter
@@ -76,7 +78,7 @@ def open_source(
 
 
 def unpack_own_rows(data: Data, arguments: dict[str, Any]) -> Data:
-    """Returns the inputs of `own_rows` in one process, where they are plain arrays, and puts the others into the arguments."""
+    """Returns the inputs of `own_rows` and adds its targets and weights to `arguments`: in one process they are plain arrays."""
     if not isinstance(data, OwnRows):
         return data
     beside = {"y": data.y, "sample_weight": data.sample_weight}
@@ -86,17 +88,17 @@ def unpack_own_rows(data: Data, arguments: dict[str, Any]) -> Data:
 
 def check_own_rows(data: Data, arguments: dict[str, Any]) -> None:
     """Raises ConfigError if there are targets, weights or a split beside `own_rows`."""
-    both = [name for name in ("y", "sample_weight") if arguments.get(name) is not None]
-    both += ["validation_split"] if arguments.get("validation_split") else []
-    if isinstance(data, OwnRows) and both:
+    conflicting = [name for name in ("y", "sample_weight") if arguments.get(name) is not None]
+    conflicting += ["validation_split"] if arguments.get("validation_split") else []
+    if isinstance(data, OwnRows) and conflicting:
         raise ConfigError(
-            f"own_rows(x, y, sample_weight) holds targets and weights. Received {both[0]} beside it: give own_rows all that belongs "
-            "to the rows, and validation data as validation_data=own_rows(...)."
+            f"own_rows(x, y, sample_weight) holds targets and weights. Received {conflicting[0]} beside it: pass targets and weights to "
+            "own_rows, and validation data as validation_data=own_rows(...)."
         )
 
 
 def as_function(data: Data, batch_size: int | None, shuffle: bool | str = False) -> Data:
-    """Returns the dataset function of `own_rows`, and other data as they are. A batch size of None is Keras' own."""
+    """Returns the dataset function of `own_rows`; returns other data unchanged. A batch size of None means Keras' default."""
     if not isinstance(data, OwnRows):
         return data
 
@@ -111,9 +113,9 @@ def as_function(data: Data, batch_size: int | None, shuffle: bool | str = False)
 
 
 def order_by_worker(outputs: Structure, rows: list[list[int]], ranks: Ranks) -> Structure:
-    """Returns the outputs for the first worker's own rows, then those for the second one's, and so on. A collective.
+    """Returns the outputs for worker 0's own rows, then for worker 1's, and so on. A collective.
 
-    `outputs` are in the order of steps, within a step of workers, within a worker of replicas; `rows[step][replica]` counts this worker's.
+    `outputs` are ordered by step, then by worker, then by replica; `rows[step][replica]` counts this worker's rows.
     """
     local = np.asarray(rows, np.int64)
     gathered = ranks.gather(*local.ravel()).reshape(ranks.size, *local.shape)
@@ -128,7 +130,7 @@ def order_by_worker(outputs: Structure, rows: list[list[int]], ranks: Ranks) -> 
 
 
 def from_generator(generator: types.GeneratorType) -> tf.data.Dataset:
-    """Makes a dataset of the batches that a Python generator yields. Raises ValueError as Keras: of none, or of no tuples."""
+    """Makes a dataset of the batches that a Python generator yields. Raises Keras' ValueError without a batch or without tuples."""
 
     def present(batch: Structure) -> Structure:  # TensorFlow cannot split an absent sample_weight over replicas
         return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
@@ -212,18 +214,18 @@ def next_batch(iterator: DataIterator, strategy: tf.distribute.Strategy) -> Stru
 
 
 def as_list(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
-    """Returns callbacks as a list, however they were given."""
+    """Returns callbacks as a list: from a CallbackList, an iterable, a single callback, or None."""
     listed = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
     if isinstance(listed, keras.callbacks.Callback):
         return [listed]
-    given_callbacks = list(listed) if isinstance(listed, collections.abc.Iterable) else [listed] if listed else []
-    # Keras itself asks for no more than its methods.
-    if strange := [
+    callback_list = list(listed) if isinstance(listed, collections.abc.Iterable) else [listed] if listed else []
+    # Keras itself requires only a callback's methods, not its class.
+    if invalid := [
         callback
-        for callback in given_callbacks
+        for callback in callback_list
         if isinstance(callback, type) or not hasattr(callback, "on_train_batch_begin")
     ]:
         raise ConfigError(
-            f"callbacks must be objects of keras.callbacks.Callback. Received: {format_value(strange[0])}."
+            f"callbacks must be objects of keras.callbacks.Callback. Received: {format_value(invalid[0])}."
         )
-    return given_callbacks
+    return callback_list

@@ -22,10 +22,10 @@ from tfdist.training import input_data
 
 
 class Hooks(keras.callbacks.CallbackList):
-    """The callbacks of a loop. In a `fit`, `session` backs it up, and `progress` reports to a supervisor.
+    """The callbacks of a loop. In `fit`, `session` writes backups and `progress` reports to a supervisor.
 
     Attributes:
-        validation: The validation data of a `fit`, once a validation has begun.
+        validation: The passes over the validation data of `fit`, once a validation has begun.
     """
 
     def __init__(
@@ -63,9 +63,9 @@ def fit(
     session: BackupSession | None = None,
     progress: Progress | None = None,
 ) -> keras.callbacks.History:
-    """Trains a model, which the engine has attached, as Keras' `fit`; the session backs the training up, and resumes it.
+    """Trains a model that the engine has attached, as Keras' `fit`; the session backs up and resumes the training.
 
-    Here and in the other loops, `x` may be a function `(tf.distribute.InputContext) -> tf.data.Dataset`, too.
+    In all loops, `x` may also be a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
     """
     keras_loops.check_compiled(model)
     if (most := keras.config.max_epochs()) and most < epochs:
@@ -86,7 +86,7 @@ def fit(
         size = validation_batch_size or batch_size
         if hooks.validation is None:
             hooks.validation = _passes(engine, model, data, size, validation_steps)
-        logs = model.evaluate(  # which the model's class may override
+        logs = model.evaluate(  # the model's class may override `evaluate`
             x=x,
             y=y,
             sample_weight=sample_weight,
@@ -122,12 +122,12 @@ def train(
     epoch_logs: Callable[[Logs], dict[str, Any]],
     validate: Callable[[int], dict[str, Any]] = lambda epoch: {},
 ) -> Generator[int | None, Any, None]:
-    """Runs a training around its steps, which the caller runs. Epochs count from 0.
+    """Runs the hooks, validations and backups of a training; the caller runs the steps. Epochs count from 0.
 
-    `epoch_logs` returns the logs of an epoch, given those of its last step; `validate` those of the validation after an epoch.
+    `epoch_logs` computes an epoch's logs from the logs of its last step; `validate` returns the logs of the validation after an epoch.
 
     Yields:
-        How many steps the epoch has left, or None if unknown, for each execution. Send the logs of its last step; None ends the pass.
+        For each execution the number of remaining steps of the epoch, None if unknown. Send the logs of the execution's last step; None ends the pass.
     """
     model, session, logs, training_logs = hooks.model, hooks.session, None, None
     report: Callable[..., None] = hooks.progress.write if hooks.progress else lambda **_: None
@@ -189,7 +189,7 @@ def evaluate(
     callbacks: Callbacks = None,
     return_dict: bool = False,
 ) -> Logs:
-    """Evaluates a model, which the engine has attached, as Keras' `evaluate`."""
+    """Evaluates a model that the engine has attached, as Keras' `evaluate`."""
     keras_loops.check_compiled(model)
     validation = callbacks.validation if isinstance(callbacks, Hooks) else None
     passes = validation or _passes(engine, model, (x, y, sample_weight), batch_size, steps)
@@ -219,7 +219,7 @@ def evaluate(
                 break
         tf_internals.wait_for_asynchronous_steps()
     if logs is None:
-        raise ConfigError("The data to evaluate, or for validation, hold no batch.")
+        raise ConfigError("The data for evaluation or validation hold no batch.")
     logs = keras_loops.pythonify_logs(engine.epoch_logs(model, model.test_function, logs))
     _call(hooks.on_test_end, logs)
     if session:
@@ -236,7 +236,7 @@ def predict(
     steps: int | None = None,
     callbacks: Callbacks = None,
 ) -> Structure:
-    """Returns the outputs of a model, which the engine has attached, as Keras' `predict`."""
+    """Returns the outputs of a model that the engine has attached, as Keras' `predict`."""
     passes = _passes(engine, model, (x, None, None), batch_size, steps)
     size = int(model.steps_per_execution)
     hooks = _hooks(model, callbacks, passes, verbose)
@@ -279,7 +279,7 @@ def steps(
     session: BackupSession | None = None,
     progress: Progress | None = None,
 ) -> Iterator[Structure]:
-    """Yields each batch of a training of a `StepModel`, whose steps the caller runs."""
+    """Yields each batch of the training of a `StepModel`; the caller runs the steps."""
     source = input_data.open_source(engine, (x, y, sample_weight), batch_size, steps_per_epoch, shuffle)
     passes = _training_passes(model, source, steps_per_epoch, session)
     hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
@@ -310,7 +310,7 @@ def _passes(
 def _training_passes(
     model: keras.Model, source: DataSource, steps_per_epoch: int | None, session: BackupSession | None
 ) -> TrainingPasses:
-    """Returns the passes of a training, with the model built for them."""
+    """Builds the model and returns the passes of a training."""
     size = int(model.steps_per_execution)
     passes = TrainingPasses(source, steps_per_epoch, size, model.distribute_strategy.begin_pass, session is not None)
     if session:
@@ -328,7 +328,7 @@ def _training_hooks(
     progress: Progress | None,
     **shown: Any,
 ) -> Hooks:
-    """Returns the hooks of a training; the session backs their state up, except that of the progress bar."""
+    """Returns the hooks of a training; the session backs up the callbacks' state, except the progress bar's."""
     listed = input_data.as_list(callbacks)
     if not any(isinstance(callback, keras.callbacks.History) for callback in listed):
         listed.append(keras.callbacks.History())
@@ -345,7 +345,7 @@ def _hooks(model: keras.Model, callbacks: Callbacks, passes: Passes, verbose: st
 
 
 def _call(function: Function, *args: Any) -> Any:
-    """Calls a hook. If it raises StopIteration, by a `next()` without a default, the message names the callback and its method."""
+    """Calls a hook. If the hook raises StopIteration, from `next()` without a default, raises an error that names the callback and its method."""
     try:
         return function(*args)
     except StopIteration as e:
@@ -356,7 +356,7 @@ def _call(function: Function, *args: Any) -> Any:
 
 @contextlib.contextmanager
 def _closing(*parts: Any) -> Iterator[None]:
-    """Closes generators and passes, also after an error, whose traceback would hold them."""
+    """Closes generators and passes, also after an error: its traceback would keep them open."""
     try:
         yield
     finally:
@@ -366,7 +366,7 @@ def _closing(*parts: Any) -> Iterator[None]:
 
 
 def _is_due(epoch: int, frequency: int | Sequence[int]) -> bool:
-    """Returns whether there is a validation after an epoch, from 0."""
+    """Returns whether a validation follows `epoch`, which counts from 0."""
     if isinstance(frequency, int):
         return (epoch + 1) % frequency == 0
     if isinstance(frequency, list):

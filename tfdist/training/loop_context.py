@@ -23,12 +23,12 @@ from tfdist.training import checks, console, lost_workers
 
 _MUST_BE_THE_BACKUPS = {
     *("batch_size", "class_weight", "initial_epoch", "own_sizes", "shuffle", "steps_per_epoch", "validation_split")
-}  # arguments of `fit`
+}  # arguments of `fit` that must be equal to those of the backup
 
 
 @dataclasses.dataclass(eq=False)
 class LoopContext:
-    """The context in which a trainer runs Keras' loops; `cluster` is None where this process trains alone."""
+    """The context in which a trainer runs Keras' loops; `cluster` is None if this process trains alone."""
 
     strategy: Any
     engine: Engine
@@ -69,7 +69,7 @@ class LoopContext:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Has the model's methods that are called inside be Keras' own."""
+        """Marks the trainer as at work: methods that are called on the model inside run as Keras' own."""
         self._depth += 1
         try:
             yield
@@ -78,19 +78,19 @@ class LoopContext:
 
     @contextlib.contextmanager
     def stepping(self, model: keras.Model) -> Iterator[None]:
-        """Surrounds a single step of a model, which is attached."""
+        """Prepares a single step of an attached model, and restores the context after it."""
         with self.working(), self.engine.running(model):
             yield
 
     def watching_workers(self) -> contextlib.AbstractContextManager[None]:
-        """Ends the collectives inside when another worker is lost."""
+        """Aborts the collectives inside the context when another worker is lost."""
         if self.cluster and self.ranks.size > 1:
             return lost_workers.abort_on_lost_workers(self.cluster, self.task)
         return contextlib.nullcontext()
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
-        """Surrounds a loop of a model, which is attached."""
+        """Prepares a loop of an attached model, and restores the context after it."""
         marks, engine = self.strategy.statistics.caller_marks_changes(), self.engine.running(model)
         with self.working(), marks, self.watching_workers(), engine, warnings.catch_warnings():
             if not self.is_chief:
@@ -106,7 +106,7 @@ class LoopContext:
     def backing_up(
         self, backup: BackupAndRestore | None, model: keras.Model, data: Data, fit_arguments: dict[str, Any]
     ) -> Iterator[BackupSession | None]:
-        """Backs up the `fit` inside, which continues from a backup if there is one; its value, for the loop, is None without a backup."""
+        """Backs up the `fit` inside, and resumes it from an existing backup. Yields the session for the loop, or None if `backup` is None."""
         with progress.training(self.task.name):
             if backup is None:
                 yield None
@@ -119,18 +119,18 @@ class LoopContext:
                 yield session
 
     def delete_backup(self, backup: BackupAndRestore | None, at_once: bool = False) -> None:
-        """Removes the backups of trainings that have come to their end; `at_once` as for `BackupAndRestore.delete`. A collective."""
+        """Removes the backups of finished trainings; `at_once` as for `BackupAndRestore.delete`. A collective."""
         with self.watching_workers():
             self.ranks.barrier()
-            if backup and self.is_chief:  # first: a backup without a manifest is not taken for a damaged one
+            if backup and self.is_chief:  # the chief first: a backup without a manifest does not count as damaged
                 backup.delete(at_once)
             self.ranks.barrier()
             if backup and not self.is_chief:
                 backup.delete(at_once)
-            self.ranks.barrier()  # or one rank might begin to write there again
+            self.ranks.barrier()  # without it, one rank might write a new backup while another one still removes
 
     def print_replicas(self, global_batch_size: int | None) -> None:
-        """Prints, on the chief and once, on how many replicas the training runs."""
+        """Prints the number of replicas of the training, once and only on the chief."""
         printed, self._has_printed_replicas = self._has_printed_replicas, True
         if printed or not self.is_chief:
             return

@@ -1,4 +1,4 @@
-"""Runs a loop of the Trainer with its surroundings: checks, the ranks' agreement, callbacks, backups. The loops are in `loop.py`."""
+"""Preparation and end of the Trainer's loops: checks, agreement of the ranks, callbacks, backups. The loops are in `loop.py`."""
 
 from __future__ import annotations
 
@@ -28,10 +28,10 @@ Method = Function
 
 
 def run(context: LoopContext, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of an attached model, with its surroundings on this rank.
+    """Runs a method of an attached model with the checks, callbacks and backups of a Trainer.
 
-    `method` is Keras' own, for the names of the arguments. Raises ClusterError where a task is lost that the others need, and ConfigError where
-    workers were given different arguments, or data that the strategy cannot use.
+    `method` is Keras' own, which defines the names of the arguments. Raises ClusterError if a task is lost that the others need. Raises
+    ConfigError if the workers' arguments differ, or if the strategy cannot use the data.
     """
     arguments = input_data.bind_arguments(method, model, args, kwargs)
     if name in LOOPS:
@@ -41,7 +41,7 @@ def run(context: LoopContext, name: str, method: Method, model: keras.Model, arg
 
 
 def run_plain(engine: Engine, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of a model alone: without a Trainer, or within one of its loops. Arguments as of `run`."""
+    """Runs a method of a model without the Trainer's checks and callbacks: without a Trainer, or inside its loop. Takes the arguments of `run`."""
     return _PLAIN[name](engine, model, **input_data.bind_arguments(method, model, args, kwargs))
 
 
@@ -54,8 +54,8 @@ def fit(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> 
 def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
     """Prepares training and finishes it after its loop; takes the arguments of `fit`, and yields those of the loop."""
     data, validation = arguments.pop("x", None), arguments.pop("validation_data", None)
-    for callback in (data, validation):
-        unsupported.check_data(context.strategy, callback)
+    for dataset in (data, validation):
+        unsupported.check_data(context.strategy, dataset)
     input_data.check_own_rows(data, arguments)
     checks.check_class_weight(data, arguments.get("class_weight"))
     if context.ranks.size == 1:
@@ -68,14 +68,14 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
     global_batch_size = input_data.batch_size(data, arguments)
     if arguments.get("verbose", "auto") != 0:
         context.print_replicas(global_batch_size)
-    described = {**arguments, "own_sizes": sizes}  # as a backup has them
+    described = {**arguments, "own_sizes": sizes}  # as a backup stores them
     batch_size = arguments.get("batch_size")
     if isinstance(data, worker_rows.OwnRows):
         data = input_data.as_function(data, batch_size, arguments.pop("shuffle", True))
         arguments.pop("batch_size", None)
     validation = input_data.as_function(validation, arguments.get("validation_batch_size") or batch_size)
     if input_data.is_function(data) or isinstance(data, (tf.data.Dataset, types.GeneratorType)):
-        arguments.setdefault("shuffle", False)  # or Keras warns that it will not shuffle
+        arguments.setdefault("shuffle", False)  # with True Keras warns that it will not shuffle
     callbacks = input_data.as_list(arguments.pop("callbacks", None))
     for callback in callbacks:
         if isinstance(callback, TensorBoard):
@@ -116,7 +116,7 @@ def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any])
     arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
     with context.running(model):
         model.make_predict_function()
-        # A model may have a function of its own.
+        # A custom predict function of the model has no `own_rows`.
         rows = getattr(model.predict_function, "own_rows", None) if own else None
         if rows:
             rows.clear()
@@ -133,7 +133,7 @@ def _choose_backup(
 ) -> tuple[BackupAndRestore | None, list[keras.callbacks.Callback], bool]:
     """Chooses the backup of a `fit`: the user's callback, the trainer's backup, or one in place of Keras' own callback.
 
-    Returns it, or None; the other callbacks; and whether the backup is to be removed when `fit` ends, as Keras' is.
+    Returns the backup or None, the other callbacks, and whether to remove the backup when `fit` ends, as Keras' callback does.
     """
     own = [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
     of_keras = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
@@ -143,14 +143,14 @@ def _choose_backup(
         return backup, others, False
     if backup is not None:
         context.notify_once(
-            f"left keras.callbacks.BackupAndRestore out, as the training is backed up in {backup.backup_dir!r}"
+            f"skipped keras.callbacks.BackupAndRestore, because the training is backed up in {backup.backup_dir!r}"
         )
         return backup, others, False
     keras_own = of_keras[0]
     folder = os.fspath(keras_own.backup_dir)
     context.notify_once(
-        f"tfdist.BackupAndRestore({folder!r}) takes the place of keras.callbacks.BackupAndRestore, which repeats steps after a restart; "
-        "a backup that Keras' has written is not read"
+        f"tfdist.BackupAndRestore({folder!r}) replaces keras.callbacks.BackupAndRestore, which repeats steps after a restart; "
+        "a backup that Keras' callback has written is not read"
     )
     backup = BackupAndRestore(folder, keras_own.save_freq or "epoch", delete_checkpoint=keras_own.delete_checkpoint)
     return backup, others, keras_own.delete_checkpoint
@@ -164,7 +164,7 @@ def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -
     )
     stops = context.engine.nan_policy == "stop"
     return [
-        *([_NonFiniteStop()] if stops else []),  # ends before a callback saves such weights
+        *([_NonFiniteStop()] if stops else []),  # raises before a callback saves weights that are not finite
         synchronize,  # before any callback reads the model
         *own,
         agree,  # after the last one that may stop the training, or change the learning rate
@@ -173,7 +173,7 @@ def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -
 
 
 class _NonFiniteStop(keras.callbacks.Callback):
-    """Raises, for the policy `stop`, after a step whose loss or gradient is not finite. All ranks have the same of both."""
+    """The policy `stop`: raises FloatingPointError after a step whose loss or gradient is not finite. All ranks have equal losses and gradients."""
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._skipped = self._count()
@@ -191,7 +191,7 @@ class _NonFiniteStop(keras.callbacks.Callback):
         what = "the loss" if not math.isfinite(loss) else "a gradient"
         raise FloatingPointError(
             f"{steps} of epoch {self._epoch}: {what} is not finite, and nan_policy is 'stop'. Lower the learning rate, clip gradients, "
-            "look at the batch, or leave such updates out by nan_policy='skip'."
+            "check the batch, or skip such updates by nan_policy='skip'."
         )
 
     def _count(self) -> int:
@@ -199,7 +199,7 @@ class _NonFiniteStop(keras.callbacks.Callback):
 
 
 def _own_as_function(context: LoopContext, data: Data, arguments: dict[str, Any], takes_targets: bool) -> Data:
-    """Returns data that `evaluate` and `predict` take, once all workers have given the same, or declared their own. A collective."""
+    """Returns data for `evaluate` and `predict`, after a check that all workers pass the same data or their own rows. A collective."""
     input_data.check_own_rows(data, arguments)
     if context.ranks.size == 1:
         return input_data.unpack_own_rows(data, arguments if takes_targets else {})

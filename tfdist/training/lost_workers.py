@@ -1,8 +1,8 @@
-"""Ends a worker's collectives when another worker is lost, so that it does not wait forever, and explains why.
+"""Detection of lost workers: aborts the other workers' collectives, so that they do not wait forever, and explains why.
 
-TensorFlow's own heartbeats notice a lost worker after three minutes where no connection of theirs was in use. The operating system of
-a process says at once that nothing listens at its port any more. A connection that breaks while both workers run is as final as a loss:
-TensorFlow opens another one, but calls in flight fail, and with them all later collectives of the process.
+If no connection to a lost worker was in use, TensorFlow's heartbeats notice the loss only after three minutes. The operating system
+refuses connections to the port of an ended process at once. A connection that breaks while both workers run is as final as a loss:
+TensorFlow reconnects, but the calls in flight fail, and all later collectives of the process fail, too.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from tfdist.replicas.batch_splitting import ENDED_EARLY
 from tfdist.step.execution import Execution
 
 _CHECK_EVERY = 1.0  # seconds
-_LOST_AFTER = 60.0  # seconds without an answer, after which a worker counts as lost: before TensorFlow's heartbeats say so in its words
+_LOST_AFTER = 60.0  # seconds without an answer after which a worker counts as lost: sooner than TensorFlow's heartbeats, with a clearer message
 _REMEDY = "Start all tasks again, to continue from the last backup if there is one."
-_REASON_PREFIX = "tfdist: "  # how the reason begins for which this process ends the collectives of all
+_REASON_PREFIX = "tfdist: "  # begins the reason with which this process aborts the collectives of all workers
 _RESTARTED = re.compile(
     r"/job:(\w+)/(?:replica:\d+/)?task:(\d+) unexpectedly tried to connect with a different incarnation"
 )
@@ -38,7 +38,7 @@ _ABORTED = "Collective ops is aborted by"
 _REMOTE = re.compile(r"remote target /job:(\w+)/(?:replica:\d+/)?task:(\d+)")
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
 _MOST_LISTED = 8  # tasks whose calls are listed: a cluster may have thousands
-_ANSWER_WITHIN = 10.0  # for which the other workers' calls are waited for
+_ANSWER_WITHIN = 10.0  # seconds to wait for the other workers' calls
 _PACKAGE = "tfdist.training."
 _CALLS = {
     ("loops", "fit"): "fit",
@@ -53,10 +53,10 @@ _CALLS = {
 
 @contextlib.contextmanager
 def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
-    """Ends the collectives inside when a worker has ended, and reports one that does not answer.
+    """Aborts the collectives inside the context when a worker has ended, and reports workers that do not answer.
 
-    The chief asks all others, and the others ask the chief, which ends when it has missed one. One that does not answer may be stopped for a
-    while: after a minute it counts as lost. Its own process, once it runs again, finds that the others have ended. Raises ClusterError, which
+    The chief checks all other workers; they check the chief, which ends when it loses a worker. A worker that does not answer may be
+    suspended: after a minute it counts as lost. When its process resumes, it finds that the others have ended. Raises ClusterError that
     names a lost worker, or the workers' different calls.
     """
     chief, *workers = cluster.training_tasks()
@@ -70,7 +70,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             ended = {task: reason for task, reason in absent.items() if reason in reachability.ENDED}
             silent.note(absent.keys() - ended.keys())
             lost = ""
-            if before & ended.keys():  # twice: the network may have hesitated
+            if before & ended.keys():  # seen in two checks: a single failed check may be a brief network problem
                 lost = _ended_sentence(cluster, task, ended)
             elif max(silent.seconds.values(), default=0.0) >= _LOST_AFTER:
                 lost = f"{silent.sentence()} {_REMEDY}"
@@ -96,7 +96,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
 
 
 def _has_broken_off(error: tf.errors.OpError) -> bool:
-    """Returns whether a connection has: TensorFlow's, or one of another transport."""
+    """Returns whether a connection broke: TensorFlow's, or another transport's."""
     of_transport = isinstance(error, tf.errors.UnknownError) and calls.have_failed()
     return of_transport or isinstance(error, tf.errors.UnavailableError)
 
@@ -108,7 +108,7 @@ def _explain_loss(
     silent: reachability.SilentTasks,
     error: tf.errors.OpError,
 ) -> str:
-    """Returns which worker has been lost, or an empty text where none has."""
+    """Returns a message that names the lost worker, or an empty text if all workers run."""
     absent = reachability.unreachable_tasks(cluster, others, serving=True)
     if ended := {task: reason for task, reason in absent.items() if reason in reachability.ENDED}:
         return _ended_sentence(cluster, task, ended)
@@ -117,8 +117,8 @@ def _explain_loss(
     match = _RESTARTED.search(error.message)
     if match or any(text in error.message for text in _CHIEF_RESTARTED):
         restarted = TaskSpec(match[1], int(match[2])) if match else cluster.chief
-        return f"{restarted} at {cluster.address(restarted)} was started again alone, which cannot join those that train. {_REMEDY}"
-    # Another worker, which asks more of them, has told why.
+        return f"{restarted} at {cluster.address(restarted)} was restarted alone and cannot join the tasks that train. {_REMEDY}"
+    # Another worker, which checks more tasks, has sent the reason.
     return error.message.rpartition(_REASON_PREFIX)[2].splitlines()[0] if _REASON_PREFIX in error.message else ""
 
 
@@ -129,11 +129,11 @@ def _explain_break(
     silent: reachability.SilentTasks,
     error: tf.errors.OpError,
 ) -> str:
-    """Returns to which worker, that still runs, a connection broke, or an empty text if that is not known."""
+    """Returns a message that names the running worker to which a connection broke, or an empty text if unknown."""
     if not _has_broken_off(error) or (isinstance(error, tf.errors.UnavailableError) and _ABORTED not in error.message):
         return ""
     targets = [TaskSpec(kind, int(index)) for kind, index in _REMOTE.findall(error.message)]
-    # The first that TensorFlow names is where it began; who passed it on comes later.
+    # TensorFlow names first the task where the error began, then the tasks that passed the error on.
     known = [other for other in [*silent.returned, *targets, *others] if other != task and other in cluster.tasks()]
     if not known or (len(others) > 1 and not silent.returned and not targets):
         return ""
@@ -153,12 +153,12 @@ def _ended_sentence(cluster: ClusterSpec, task: TaskSpec, ended: dict[TaskSpec, 
 def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpError) -> str:
     """Returns the calls in which the workers' collectives did not match, or an empty text if `error` has another cause.
 
-    On the worker whose data have ended it ends the collectives of the others, which then call this, too.
+    On the worker whose data have ended, aborts the other workers' collectives; these workers then call this function, too.
     """
     call, ended = _describe_call(error), ENDED_EARLY in error.message
     if not ended and not _MISMATCH.search(error.message):
         return ""
-    if ended and isinstance(error, tf.errors.InvalidArgumentError):  # here, and not what another worker has sent
+    if ended and isinstance(error, tf.errors.InvalidArgumentError):  # raised on this worker, not sent by another one
         calls.abort_collectives(tf.errors.ABORTED, ENDED_EARLY)
         call += ", without data left"
     calls_of_all = "; ".join(f"{caller} was in {call}" for caller, call in _exchange_calls(cluster, task, call))
@@ -179,7 +179,7 @@ def _describe_call(error: BaseException) -> str:
     around = [frame for frame, _ in traceback.walk_stack(None)][::-1]
     inside = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     labels = itertools.chain.from_iterable(map(_labels, [*around, *inside]))
-    return ", ".join(dict.fromkeys(labels)) or "a collective of the program's own"
+    return ", ".join(dict.fromkeys(labels)) or "a collective of the user's program"
 
 
 def _labels(frame: types.FrameType) -> Iterator[str]:
@@ -195,19 +195,19 @@ def _labels(frame: types.FrameType) -> Iterator[str]:
 
 
 def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, own_call: str) -> Iterator[tuple[TaskSpec, str]]:
-    """Yields the calls of tasks that publish them in time, by TensorFlow's coordination service."""
+    """Yields tasks and their calls, published through TensorFlow's coordination service; a call not published in time is unknown."""
     key = "tfdist/call/{}".format
     with contextlib.suppress(tf.errors.OpError):
         tf_cluster.publish(key(task), own_call)
     deadline = time.monotonic() + _ANSWER_WITHIN
     tasks = cluster.training_tasks()
     for caller in sorted({task, *tasks[:_MOST_LISTED]}, key=tasks.index):
-        call = own_call if caller == task else "a call that it did not tell"
+        call = own_call if caller == task else "an unknown call"
         if caller != task:
             with contextlib.suppress(tf.errors.OpError):
                 call = tf_cluster.published(key(caller), deadline - time.monotonic())
         yield caller, call
     with contextlib.suppress(
         tf.errors.OpError
-    ):  # the chief, which holds what is published, must not end before all have read it
+    ):  # the chief holds the published calls: it must not end before all workers have read them
         tf_cluster.wait_at_barrier("tfdist/call", max(2000, int(1000 * (deadline - time.monotonic()))))

@@ -1,7 +1,7 @@
-"""Compares the programs of the workers before training: arguments of the script, model, `compile`, `fit`.
+"""Comparison of the workers' programs before training: arguments of the script, model, `compile`, `fit`.
 
-Workers that train in step must do the same. TensorFlow notices only shapes that differ: another loss or dropout rate on one worker
-would train without a word. A false alarm is worse than a miss, so all is left out that may differ between tasks or runs of one program:
+Workers that train in step must run the same program. TensorFlow notices only different shapes: another loss or dropout rate on one
+worker would raise no error. A false alarm is worse than a miss, so properties that may differ between tasks or runs are not compared:
 automatic names, seeds, addresses of objects, the code of functions, callbacks, paths, and arguments that name a task.
 """
 
@@ -26,16 +26,21 @@ from tfdist.cluster import task_versions
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import optimizer_search
 
-Item = tuple[str, str]  # what is compared, and its value
+Item = tuple[str, str]  # the name of a compared property, and its value
 
-_TEXT_LENGTH = 200  # of an item in a message
-_MOST_ITEMS = 5000  # that are compared one by one
-_FIT = ("validation_freq", "validation_split", "class_weight", "shuffle")  # beside what `checks` compares
+_TEXT_LENGTH = 200  # characters of an item in a message
+_MOST_ITEMS = 5000  # items that are compared one by one
+_FIT = (
+    "validation_freq",
+    "validation_split",
+    "class_weight",
+    "shuffle",
+)  # arguments besides those that `checks` compares
 _COMPILE = ("loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution", "jit_compile")
 # Entries of Keras' configurations that may differ between runs of one program.
 _NOT_COMPARED = ("seed", "module", "registered_name", "shared_object_id", "build_config")
 _ADDRESS = re.compile(r"0x[0-9a-f]+")
-_NUMBERED = re.compile(r"_\d+$")  # how Keras tells layers of one class apart, by how many this process has made
+_NUMBERED = re.compile(r"_\d+$")  # Keras numbers the layers of a class in the order in which the process creates them
 # Words in names of arguments whose values may differ between tasks.
 _OF_TASKS = re.compile(
     r"(^|[-_.])(task|rank|workers?|node|index|idx|id|host(s|name)?|addr(ess)?|ip|port|local|gpus?|devices?|cuda|proc(ess)?|shard|part(ition)?|"
@@ -44,7 +49,7 @@ _OF_TASKS = re.compile(
 _LOCATION = re.compile(r"[/\\:@]|\.\w*[a-zA-Z]")  # a path, a host, or a file's name
 _COUNTED = re.compile(r"(?<=[A-Za-z_-])\d+$")  # the number in worker-1
 
-# What models are like, until they are compiled again: their optimizer and loss, and the items.
+# For each model its optimizer and loss, and its items. An entry is valid until the model is compiled again.
 _described: weakref.WeakKeyDictionary[keras.Model, tuple[Any, list[Item]]] = weakref.WeakKeyDictionary()
 
 
@@ -65,7 +70,7 @@ def digest(items: Sequence[Item]) -> float:
 
 
 def difference_message(ranks: Ranks, items: Sequence[Item]) -> str:
-    """Returns the first difference between the workers' programs, of which `describe` returned `items` on this one. A collective."""
+    """Returns the message about the first difference between the workers' programs; `items` describe this worker's. A collective."""
     most = min(int(ranks.gather(float(len(items)))[:, 0].max()), _MOST_ITEMS)
     own = [digest([item]) for item in items[:most]]
     digests = ranks.gather(*own, *[0.0] * (most - len(own)))
@@ -82,21 +87,21 @@ def difference_message(ranks: Ranks, items: Sequence[Item]) -> str:
         difference = f"{other} has {parts[1]} where worker:0 has {parts[0]}"
     return (
         f"All workers must run the same program. Received: {difference}. Start all with the same arguments, and build and compile the same model; "
-        "what one task alone shall do, decide by trainer.is_chief or an environment variable."
+        "for actions of one task alone, test trainer.is_chief or an environment variable."
     )
 
 
 def _first_other(digests: np.ndarray, number: int) -> int:
-    """Returns the first worker whose item of that number is not the first worker's."""
+    """Returns the first worker whose item at index `number` differs from worker 0's."""
     column = digests[:, number] if number < digests.shape[1] else np.arange(len(digests))
     return int((column != column[0]).argmax())
 
 
 def _script_arguments(argv: Sequence[str], workers: int) -> Iterator[Item]:
-    """Yields the arguments of the user's script that do not name a task, a place or a number below that of the workers."""
+    """Yields the arguments of the user's script, without those that may differ between tasks: names, paths, and numbers up to `workers`."""
     script = os.path.realpath(getattr(sys.modules.get("__main__"), "__file__", None) or os.sep)
     libraries = {os.path.realpath(sysconfig.get_path(name)) for name in ("stdlib", "purelib", "platlib")}
-    # `tfdist train` has compared its configuration; a program of a library, such as Ray's, gives each task arguments of its own.
+    # `tfdist train` has compared its configuration; a launcher in a library, such as Ray's, gives each task different arguments.
     if task_versions.configuration or any(script.startswith(f"{path}{os.sep}") for path in libraries):
         return
     named: dict[str, list[str]] = {}
@@ -114,7 +119,7 @@ def _script_arguments(argv: Sequence[str], workers: int) -> Iterator[Item]:
 
 
 def _argument(value: str, workers: int) -> str:
-    """Returns an argument's value as it is compared; empty if it may be a task's own."""
+    """Returns an argument's value for the comparison; empty if the value may differ between tasks."""
     if _LOCATION.search(value) or (value.isdecimal() and int(value) <= workers):
         return ""
     return _COUNTED.sub("", value)
@@ -156,9 +161,9 @@ def _compiled(model: keras.Model) -> Iterator[Item]:
             optimizer = getattr(optimizer, "inner_optimizer", None)
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # of lambdas, which cannot be loaded
+            warnings.simplefilter("ignore")  # warnings about lambdas, which cannot be loaded
             config = model.get_compile_config() or {}
-    except Exception:  # of an object of the user's
+    except Exception:  # a user's object may raise any error
         config = {}
     for name in _COMPILE:
         if name in config:
@@ -166,21 +171,21 @@ def _compiled(model: keras.Model) -> Iterator[Item]:
 
 
 def _given_rate(optimizer: keras.optimizers.Optimizer) -> float | None:
-    """Returns the learning rate that this worker was given, though all start with the chief's; None if it is a schedule."""
+    """Returns the learning rate that this worker's program has set, before the chief's replaced it; None for a schedule."""
     variable: Any = getattr(optimizer.learning_rate, "value", None)
     if not hasattr(variable, "given_and_broadcast"):
         return None
-    (given, broadcast), now = variable.given_and_broadcast, float(optimizer.learning_rate)
-    return given if now == broadcast else now
+    (local_rate, broadcast), now = variable.given_and_broadcast, float(optimizer.learning_rate)
+    return local_rate if now == broadcast else now
 
 
 def _config(value: Any) -> dict[str, str]:
-    """Returns an object's configuration, by name; nothing if it has none."""
+    """Returns an object's configuration by name; empty without a configuration."""
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             config = value.get_config()
-    except Exception:  # a class of the user's own
+    except Exception:  # a user's class may raise any error
         return {}
     if not isinstance(config, Mapping):
         return {}
@@ -192,16 +197,16 @@ def _config(value: Any) -> dict[str, str]:
 
 
 def _text(value: Any) -> str:
-    """Returns a text of a value that is the same in each run of a program."""
+    """Returns a text for a value; equal values have the same text in each run of a program."""
     if isinstance(value, Mapping):
         if value.get("class_name") == "__lambda__":
             return "a lambda"
-        kept = {str(name): item for name, item in value.items() if name not in _NOT_COMPARED}
-        if set(kept) == {"class_name", "config"}:  # as Keras serializes an object
-            return f"{kept['class_name']} {_text(kept['config'])}"
+        compared = {str(name): item for name, item in value.items() if name not in _NOT_COMPARED}
+        if set(compared) == {"class_name", "config"}:  # as Keras serializes an object
+            return f"{compared['class_name']} {_text(compared['config'])}"
         entries = (
             (name, _NUMBERED.sub("", item) if name == "name" and isinstance(item, str) else item)
-            for name, item in sorted(kept.items())
+            for name, item in sorted(compared.items())
         )
         return f"{{{', '.join(f'{name}: {_text(item)}' for name, item in entries)}}}"
     if isinstance(value, (list, tuple)):
@@ -226,7 +231,7 @@ def _text(value: Any) -> str:
 
 
 def _constants(code: types.CodeType) -> str:
-    """Returns the names and numbers of a lambda, which are the same for all versions of Python."""
+    """Returns the names and constants in the code of a lambda, which are the same for all versions of Python."""
     numbers = [constant for constant in code.co_consts if isinstance(constant, (int, float, str))]
     inner = [_constants(constant) for constant in code.co_consts if isinstance(constant, types.CodeType)]
     return f" of {', '.join(map(str, [*code.co_names, *numbers, *inner]))}"

@@ -34,7 +34,7 @@ def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str
 
 
 def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> None:
-    context.strategy.statistics.desynchronize()  # a loop of the user's own may have trained
+    context.strategy.statistics.desynchronize()  # a custom loop may have changed them
     context.strategy.statistics.synchronize()
     error: Exception | None = None
     if context.is_chief:

@@ -1,4 +1,4 @@
-"""The start of a `Trainer`: finds the cluster, creates the strategy, and says who trains together."""
+"""The start of a `Trainer`: finds the cluster, creates the strategy, and determines which tasks train together."""
 
 from __future__ import annotations
 
@@ -32,9 +32,10 @@ def start_strategy(
     start_timeout: float,
     options: dict[str, Any],
 ) -> tuple[Strategy, Cluster | None]:
-    """Returns the strategy, connected with the other tasks, and the cluster, or None without one. Arguments as of `Trainer`.
+    """Returns the strategy, connected with the other tasks, and the cluster with this task, or None without a cluster.
 
-    SIGTERM is heeded from here on, and the seed of a backup is set. Raises ClusterError where other tasks are not there in time.
+    Takes the arguments of `Trainer`. Handles SIGTERM from here on, and restores the seed of a backup. Raises ClusterError if other tasks
+    do not start in time.
     """
     if backup is not None and not isinstance(backup, BackupAndRestore):
         raise ConfigError(f"backup must be a tfdist.BackupAndRestore. Received: {format_value(backup)}.")
@@ -54,7 +55,7 @@ def start_strategy(
     else:
         checks.check_strategy(strategy, options)
     if preemption:
-        preemption.listen()  # TensorFlow has taken the signal
+        preemption.listen()  # TensorFlow has replaced the handler
     if backup:
         backup.restore_seed()
     return strategy, cluster_and_task
@@ -67,9 +68,9 @@ def create_context(
     compressor: Compressor | None,
     check_weights: bool,
 ) -> LoopContext:
-    """Returns the context of the trainer's loops: which tasks train together under the strategy, and by which engine.
+    """Returns the context of the trainer's loops: the tasks that train together, and the strategy's engine.
 
-    Raises ConfigError where the strategy trains in one process, and this is one of several training tasks.
+    Raises ConfigError if the strategy trains in one process, but the cluster has several training tasks.
     """
     if check_weights not in (True, False):
         raise ConfigError(f"check_weights must be True or False. Received: {format_value(check_weights)}.")

@@ -1,4 +1,4 @@
-"""Checks the results of a task's methods, and explains an error of the first step that no line of the user's raised."""
+"""Checks of the results of a task's methods, and explanations of first-step errors that the user's code did not raise."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from tfdist.config import registry
 from tfdist.config.ranges import MOST_STEPS
 from tfdist.errors import ConfigError, describe_error, format_value, truncate, unknown_name_message
 
-# What Keras and TensorFlow raise where a model, its loss and its data do not fit.
+# Errors that Keras and TensorFlow raise if a model, its loss and its data do not fit.
 _UNFIT = (ValueError, TypeError, AttributeError, IndexError, KeyError, tf.errors.InvalidArgumentError)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _FILE = re.compile(r'File "([^"]+)", line')
@@ -39,7 +39,7 @@ _LIBRARIES = tuple(
 
 
 def make_task(name: str, options: Any) -> Any:
-    """Returns a task, made of its options. Raises ConfigError where there is no such task, or its class does not take the options."""
+    """Creates a task with its options. Raises ConfigError if the task is unknown or its class does not take the options."""
     kind = registry.resolve("task", name, registry.TASKS)
     try:
         return kind(options)
@@ -83,11 +83,11 @@ def checked_data(task: str, method: str, data: Data, optional: bool = False) -> 
     """Returns the data from a task's method. Raises ConfigError if they are not a dataset."""
     if optional and isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY:
         raise ConfigError(
-            f"{method} of task {task!r} must return a dataset that ends, as a validation takes it whole. Remove its repeat(), or add take()."
+            f"{method} of task {task!r} must return a dataset that ends: a validation reads all of it. Remove its repeat(), or add take()."
         )
     if (data is None and optional) or isinstance(data, tf.data.Dataset):
         return data
-    # A validation may be on arrays, or a function of the input context.
+    # Validation data may also be arrays, or a function of the input context.
     if optional and (isinstance(data, (tuple, keras.utils.PyDataset)) or callable(data)):
         return data
     none = " or None" if optional else ""
@@ -97,10 +97,10 @@ def checked_data(task: str, method: str, data: Data, optional: bool = False) -> 
 
 
 class FirstStep(keras.callbacks.Callback):
-    """Notes that the first step of training or validation has run: a later error is not about model and data that do not fit.
+    """A record of whether the first step of training and validation has run. Later errors do not mean that model and data do not fit.
 
     Attributes:
-        data: The method of the task whose data that step would take; empty once it has been made.
+        data: The method of the task that provides the data of the first step; empty once that step has run.
     """
 
     only_observes = True
@@ -122,9 +122,9 @@ class FirstStep(keras.callbacks.Callback):
 
 @contextlib.contextmanager
 def explaining_first_step(task: str, model: keras.Model, first: FirstStep, elements: dict[str, Any]) -> Iterator[None]:
-    """Turns an error of the first step of a training or validation into one ConfigError, unless a line of the user's raised it.
+    """Turns an error of the first step of a training or validation into one ConfigError, unless the user's code raised the error.
 
-    `first` is among the callbacks inside; `elements` gets the specification of the data of each method of the task.
+    `first` must be a callback of the loop inside. `elements` maps the task's methods to the specification of their data.
     """
     try:
         yield
@@ -144,7 +144,7 @@ def explaining_first_step(task: str, model: keras.Model, first: FirstStep, eleme
 
 
 def compile_model(task: str, model: keras.Model, arguments: dict[str, Any]) -> None:
-    """Compiles a task's model. Raises ConfigError where Keras does not take the arguments, unless a line of the user's raised it."""
+    """Compiles a task's model. Raises ConfigError if Keras does not take the arguments, but keeps errors that the user's code raised."""
     try:
         model.compile(**arguments)
     except _UNFIT as e:
@@ -158,12 +158,12 @@ def compile_model(task: str, model: keras.Model, arguments: dict[str, Any]) -> N
 def _is_of_users_line(error: BaseException) -> bool:
     frames = [os.path.realpath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     if any(title in str(error) for title in ("in user code:", "Traceback (most recent call last)")):
-        frames += map(os.path.realpath, _FILE.findall(str(error)))  # of a function that TensorFlow has traced or called
+        frames += map(
+            os.path.realpath, _FILE.findall(str(error))
+        )  # files of functions that TensorFlow has traced or called
     if not all(name.startswith(_LIBRARIES) or name.endswith(">") for name in frames):
         return True
-    return error.__cause__ is not None and _is_of_users_line(
-        error.__cause__
-    )  # Keras 3.16 raises another one from a loss's
+    return error.__cause__ is not None and _is_of_users_line(error.__cause__)  # Keras 3.16 wraps the error of a loss
 
 
 def _reason(error: BaseException) -> str:
@@ -173,10 +173,10 @@ def _reason(error: BaseException) -> str:
         text = text.rpartition("Error: ")[2]
     paragraphs = [" ".join(part.split()) for part in text.split("\n\n")]
     relevant = [part for part in paragraphs if part and not part.startswith(_AROUND)]
-    said = relevant[0] if relevant else paragraphs[0]
-    if said.startswith("Detected at node"):
-        said = next((line for line in reversed(text.splitlines()) if line.strip() and "[[" not in line), said)
-    return truncate(said.strip()).rstrip(".") + "."
+    message = relevant[0] if relevant else paragraphs[0]
+    if message.startswith("Detected at node"):
+        message = next((line for line in reversed(text.splitlines()) if line.strip() and "[[" not in line), message)
+    return truncate(message.strip()).rstrip(".") + "."
 
 
 def _shapes(model: keras.Model, method: str, element: Structure) -> str:

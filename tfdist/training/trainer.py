@@ -45,7 +45,7 @@ class Trainer:
     Under `parameter_server` the chief schedules steps on workers, and variables live on servers. In the other tasks the
     constructor does not return: it serves the chief, and then ends the process with the chief's exit code.
 
-    Create it first, before any tensor, variable, model or dataset. Under several workers every worker runs the same
+    Create the Trainer first, before any tensor, variable, model or dataset. Under several workers every worker runs the same
     program and calls the same methods in the same order; callbacks may be passed on all workers or on the chief only.
 
     Args:
@@ -53,14 +53,14 @@ class Trainer:
         cluster: The cluster and this process's task in it; None reads the environment (see `cluster.resolvers`); False means no cluster.
         backup_dir: The folder, shared by all tasks, where `fit` writes a backup after each epoch. A run that finds a
             backup there resumes from it. None means no backups, unless `backup` or a callback of `fit` is a `BackupAndRestore`.
-        backup: A `BackupAndRestore`, to back up otherwise than after each epoch.
+        backup: A `BackupAndRestore`, for other options than a backup after each epoch.
         compression: The compression of gradients between replicas: a name of
-            `tfdist.config.COMPRESSORS`, a `CompressionConfig`, or a compressor. Under `multi_worker_mirrored` and `mirrored`.
+            `tfdist.config.COMPRESSORS`, a `CompressionConfig`, or a compressor. Valid under `multi_worker_mirrored` and `mirrored`.
         start_timeout: Seconds to wait for the other tasks.
         check_weights: Whether workers compare all weights after each epoch, which copies them to the host. False compares only at the
-            begin and the end of `fit`.
-        nan_policy: The action after a step whose loss or gradient is not finite: `"ignore"`; `"skip"` leaves out its update, on all
-            replicas; `"stop"` leaves it out and has `fit` raise a FloatingPointError, on all ranks.
+            beginning and the end of `fit`.
+        nan_policy: The action after a step whose loss or gradient is not finite: `"ignore"`; `"skip"` skips its update, on all
+            replicas; `"stop"` skips its update and makes `fit` raise a FloatingPointError, on all ranks.
         **options: As for `create_strategy`.
 
     Attributes:
@@ -120,7 +120,7 @@ class Trainer:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas over all workers; under `parameter_server` they are not in step."""
+        """The number of replicas over all workers; under `parameter_server`, of workers, which are not in step."""
         return self._context.num_replicas
 
     @property
@@ -134,7 +134,7 @@ class Trainer:
 
     @property
     def is_at_work(self) -> bool:
-        """Returns whether `fit` or another method of this trainer is running; the model's methods are then those of Keras."""
+        """Returns whether `fit` or another method of this trainer is running; the model's methods then run as Keras' own."""
         return self._context.is_at_work
 
     @contextlib.contextmanager
@@ -196,7 +196,7 @@ class Trainer:
         Args:
             model: Built in `scope()`.
             *args: As for Keras' `predict`; `verbose` as for `fit`. A dataset is sharded by batches, even if its options
-                ask for whole files.
+                request sharding by files.
             **kwargs: As for Keras' `predict`.
         """
         return self._run("predict", model, args, kwargs)
@@ -209,7 +209,7 @@ class Trainer:
 
         Args:
             function: Takes a batch, as a model's `train_step` does, and returns logs: a dict of numbers by name.
-            uses: The models, optimizers, metrics, seed generators and variables that it uses, made in `scope()`; they are backed up.
+            uses: The models, optimizers, metrics, seed generators and variables that `function` uses, made in `scope()`. Backups hold their state.
 
         Raises:
             ConfigError: As of `Step`.
@@ -248,7 +248,7 @@ class Trainer:
 
         Args:
             model: Built in `scope()`.
-            path: The folder; TensorFlow Serving wants a number as its last part, such as `models/digits/1`.
+            path: The folder; TensorFlow Serving expects a number as the last component, such as `models/digits/1`.
             delete_backup: As for `save`.
             **kwargs: As for `model.export`, such as `format="onnx"`.
 
@@ -315,7 +315,7 @@ class Trainer:
         return loops.run(self._context, name, method, model, args, kwargs)
 
     def _take_models(self) -> None:
-        """Makes this the trainer of the models that are created in the strategy's scope."""
+        """Makes this trainer that of the models that are created in the strategy's scope."""
         self.strategy.trainer, self.strategy.engine = self, self._context.engine
 
     def _run(self, name: str, model: keras.Model, args: Any, kwargs: Any) -> Any:

@@ -72,7 +72,7 @@ def apply_within_a_function(world):
     fit_branches(world, "function")
 
 
-@case(SERVERS, error=r"within tf\.cond, tf\.while_loop or a tf\.function of its own")
+@case(SERVERS, error=r"within tf\.cond, tf\.while_loop or a nested tf\.function")
 def apply_within_cond_under_parameter_servers(world):
     fit_branches(world, "cond")
 
@@ -139,7 +139,7 @@ def the_notice_about_keras_backups(world):
             model.fit(X, X, batch_size=8, verbose=0, callbacks=[keep])
     finally:
         logging.getLogger("tfdist").removeHandler(handler)
-    notices = [line for line in lines if "takes the place of keras.callbacks.BackupAndRestore" in line]
+    notices = [line for line in lines if "replaces keras.callbacks.BackupAndRestore" in line]
     return {"notices": (len(notices), int(world.rank == 0))}
 
 

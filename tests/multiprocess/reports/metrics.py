@@ -273,7 +273,7 @@ def compiled_by_xla(world):
     return {"span": (found["span"], [3, 3])}
 
 
-@case(SERVERS, warning="The metric top keeps what is no sum")
+@case(SERVERS, warning="The metric top keeps a value that is not a sum")
 def maximum_under_parameter_servers(world):
     model = identity(world, metrics=[Top, lambda: span, lambda: Several(name="several")])
     found = model.fit(X, X, batch_size=BATCH, epochs=1, shuffle=False, verbose=0).history

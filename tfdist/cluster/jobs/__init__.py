@@ -1,1 +1,1 @@
-"""A training as a job of a scheduler: a file for each. No TensorFlow here."""
+"""Job files that run a training under a scheduler: one module per scheduler. No TensorFlow here."""

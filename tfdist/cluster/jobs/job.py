@@ -24,10 +24,10 @@ class Job:
         cpus: Cores for each task.
         memory: Memory for each task, as `4G`.
         gpus: GPUs for each task.
-        image: The container's image, with tfdist and the task's code. Kubernetes alone.
-        claim: The PersistentVolumeClaim, of access mode ReadWriteMany, that holds the work directory. Kubernetes alone.
-        time: The time limit, as `2:00:00`; empty means the partition's. Slurm alone.
-        notice: Seconds before the time limit at which tasks are told to save. Slurm alone.
+        image: The container's image, with tfdist and the task's code. Only for Kubernetes.
+        claim: The PersistentVolumeClaim, of access mode ReadWriteMany, that holds the work directory. Only for Kubernetes.
+        time: The time limit, as `2:00:00`; empty means the partition's. Only for Slurm.
+        notice: Seconds before the time limit at which Slurm sends SIGTERM, so that tasks save. Only for Slurm.
     """
 
     name: str = "tfdist"
@@ -58,7 +58,7 @@ class Job:
 
 
 def tasks(config: TrainConfig) -> int:
-    """Returns how many processes a configuration asks for."""
+    """Returns the number of tasks of a configuration."""
     return config.cluster.workers + config.cluster.ps + (config.cluster.ps > 0)
 
 
@@ -68,10 +68,10 @@ def check(config: TrainConfig, job: Job, fault: str) -> None:
     Args:
         config: The configuration.
         job: The job.
-        fault: A fault that the scheduler's own check has found, or an empty text.
+        fault: An error message from the scheduler's own check, or an empty text.
 
     Raises:
-        ConfigError: There are faults; it names all of them.
+        ConfigError: The job or the configuration is invalid; the error lists every problem.
     """
     faults = [*job.faults(), *([fault] if fault else [])]
     for name in (*cluster.FLAGS, "source"):
@@ -84,7 +84,7 @@ def check(config: TrainConfig, job: Job, fault: str) -> None:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """Returns the shell command that each task of a job runs: by the module, as the script `tfdist` may not be on the PATH of its hosts.
+    """Returns the shell command of each task. It runs the module, because the script `tfdist` may not be on the hosts' PATH.
 
     Args:
         arguments: The flags of `tfdist train`.

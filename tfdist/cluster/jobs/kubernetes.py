@@ -1,4 +1,4 @@
-"""A training as a job of Kubernetes: `tfdist cluster emit --target=kubernetes`. No TensorFlow here."""
+"""The manifests that run a training under Kubernetes: `tfdist cluster emit --target=kubernetes`. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -16,16 +16,17 @@ from tfdist.runtime.process_end import FAULTY_CONFIG, PREEMPTED
 
 
 def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[str], job: Job) -> str:
-    """Returns manifests: a headless service, by which the pods find each other, and an Indexed Job.
+    """Returns the manifests of an Indexed Job, and of a headless service that resolves the pods' names.
 
     Args:
         config: The configuration of the run.
-        workdir: Where results go, and where the volume is mounted.
-        arguments: The flags of `tfdist train` that say so.
-        job: The rest.
+        workdir: The folder of the results, at which the volume is mounted.
+        arguments: The flags of `tfdist train` for `config` and `workdir`.
+        job: The resources and names.
 
     Raises:
-        ConfigError: With every fault of `job`, the configuration has a cluster of its own, or the work directory is no absolute path.
+        ConfigError: `job` is invalid, the configuration names a cluster, or the work directory is not an absolute path; the error
+            lists every problem.
     """
     import yaml
 
@@ -38,7 +39,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
     container = {
         "name": "train",
         "image": job.image,
-        # Kubernetes would put the value of a variable for `$(NAME)`, which is a text like others in a flag.
+        # Kubernetes would replace `$(NAME)` by a variable's value, but in a flag it is ordinary text.
         "command": [word.replace("$(", "$$(") for word in shlex.split(command(arguments))],
         "env": [
             {"name": "TFDIST_PODS", "value": str(size)},
@@ -49,7 +50,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
         "volumeMounts": [{"name": "work", "mountPath": str(workdir)}],
     }
     pod = {
-        "restartPolicy": "Never",  # the job makes a new pod
+        "restartPolicy": "Never",  # the job creates a new pod
         "subdomain": job.name,
         "terminationGracePeriodSeconds": math.ceil(config.grace_seconds) + 5,
         "containers": [container],
@@ -66,7 +67,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
         "metadata": {"name": job.name, "labels": dict(labels)},
         "spec": {
             "clusterIP": "None",
-            "publishNotReadyAddresses": True,  # pods look for each other before they are ready
+            "publishNotReadyAddresses": True,  # pods resolve each other's names before they are ready
             "selector": {"batch.kubernetes.io/job-name": job.name},
             "ports": [{"name": "tensorflow", "port": environment.PORT}],
         },
@@ -79,7 +80,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
             "completionMode": "Indexed",
             "completions": size,
             "parallelism": size,
-            # One that fails takes all with it.
+            # If one pod fails, all pods fail, and each failure counts.
             "backoffLimit": config.max_restarts * size,
             "podFailurePolicy": {"rules": rules},
             "template": {"metadata": {"labels": dict(labels)}, "spec": pod},

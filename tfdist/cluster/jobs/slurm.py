@@ -1,4 +1,4 @@
-"""A training as a job of Slurm: `tfdist cluster emit --target=slurm`. No TensorFlow here."""
+"""The script that runs a training under Slurm: `tfdist cluster emit --target=slurm`. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -15,12 +15,12 @@ def script(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[s
 
     Args:
         config: The configuration of the run.
-        workdir: Where results go, a folder that all nodes share.
-        arguments: The flags of `tfdist train` that say so.
-        job: The rest.
+        workdir: The folder of the results, which all nodes share.
+        arguments: The flags of `tfdist train` for `config` and `workdir`.
+        job: The resources and names.
 
     Raises:
-        ConfigError: With every fault of `job`, or the configuration has a cluster of its own.
+        ConfigError: `job` is invalid, or the configuration names a cluster; the error lists every problem.
     """
     short = f"notice must be grace_seconds, {config.grace_seconds:g} s, or more, in which tasks save. Received: {job.notice}."
     check(config, job, short if job.notice < config.grace_seconds else "")
@@ -41,7 +41,7 @@ def script(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[s
 {lines}
 
 # {job.notice} s before the time limit, or at `scancel --signal=TERM JOB`, the tasks save and end with exit code {PREEMPTED}.
-# One that ends first must not have the others killed: they may still be saving.
+# Do not kill the remaining tasks when the first one ends: they may still be saving.
 srun --cpus-per-task={job.cpus} --kill-on-bad-exit=0 --wait=0 --label {command(arguments)}
 code=$?
 if [ "$code" -eq {PREEMPTED} ]; then

@@ -1,1 +1,1 @@
-"""The environment to a cluster and this process's task: a file for each scheduler. No TensorFlow here."""
+"""Resolvers, one file per scheduler: they read the cluster and this process's task from the environment. No TensorFlow here."""

@@ -1,6 +1,6 @@
-"""Finds the cluster that the environment describes, and this process's task in it. No TensorFlow here.
+"""Discovery of the cluster that the environment describes, and of this process's task in it. No TensorFlow here.
 
-A resolver reads the variables of one system that starts processes. They are asked in this order; a variable signals each:
+A resolver reads the variables of one system that starts processes. Resolvers run in this order if their variable is set:
 
     (hosts)      explicit hosts, before all others: see `cluster/resolvers/hosts.py`
     tf_config    TF_CONFIG: `tfdist launch`, Kubeflow's TFJob, by hand
@@ -9,8 +9,8 @@ A resolver reads the variables of one system that starts processes. They are ask
     sagemaker    SM_HOSTS
     kubernetes   TFDIST_PODS, which the manifests of `tfdist cluster emit` set
 
-A new one is a function of the variables, and a line in `RESOLVERS`. Those of installed distributions
-(`tfdist/config/registry.py`) come after these, sorted by name.
+To add a resolver, write a function of the variables, and add a line to `RESOLVERS`. Resolvers of installed distributions
+(`tfdist/config/registry.py`) run after these, sorted by name.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tfdist.errors import ClusterError, ConfigError, collect_errors, describe_er
 
 _Resolver: TypeAlias = Callable[[Environment], RankAddresses | ClusterTask | None]
 
-# By name, the variable that signals its cluster, and the resolver, in the order in which they are asked.
+# The variable that signals a resolver's cluster, and the resolver, by name, in the order of lookup.
 RESOLVERS: dict[str, tuple[str, _Resolver]] = {
     "tf_config": ("TF_CONFIG", tf_config.resolve),
     "open_mpi": ("OMPI_COMM_WORLD_SIZE", open_mpi.resolve),
@@ -41,7 +41,7 @@ RESOLVERS: dict[str, tuple[str, _Resolver]] = {
     "kubernetes": ("TFDIST_PODS", kubernetes.resolve),
 }
 _RESERVED = ("auto", "none", *RESOLVERS)
-_GPUS_SHARED = "TFDIST_GPUS_SHARED"  # set where CUDA_VISIBLE_DEVICES is a share already
+_GPUS_SHARED = "TFDIST_GPUS_SHARED"  # set if CUDA_VISIBLE_DEVICES is already this task's share
 
 
 def resolve(
@@ -51,19 +51,19 @@ def resolve(
     timeout: float = START_TIMEOUT,
     **host_arguments: str,
 ) -> ResolvedCluster | None:
-    """Returns the cluster that was given or that the environment describes, or None where there is none.
+    """Returns the cluster of the host arguments or of the environment, or None if neither describes a cluster.
 
     Args:
         environ: The environment; None means this process's.
-        source: Who is asked: one of `RESOLVERS` or of the installed ones; `"auto"`, all of them in their order; `"none"`.
-        ps: How many ranks are parameter servers, where the environment tells ranks and no roles: rank 0 is then the chief, the
-            last `ps` ranks are servers, and those between are workers. 0 makes all of them workers.
-        timeout: Seconds to wait for the others, where the environment does not tell their addresses.
+        source: The resolver: a name in `RESOLVERS` or of an installed resolver; `"auto"` for all in order; `"none"` for no resolver.
+        ps: Number of parameter servers, if the environment has ranks without roles: rank 0 is then the chief, the last
+            `ps` ranks are servers, and the ranks between are workers. 0 makes all ranks workers.
+        timeout: Seconds to wait for the other tasks, if the environment does not have their addresses.
         **host_arguments: The arguments of `hosts.cluster`, instead of the environment.
 
     Raises:
-        ConfigError: The environment describes a faulty cluster (with every error), or says nothing about `source`.
-        ClusterError: The other tasks have not given their addresses in time.
+        ConfigError: The environment describes an invalid cluster (the error lists every problem), or no cluster of `source`.
+        ClusterError: The other tasks have not sent their addresses in time.
     """
     environ = os.environ if environ is None else environ
     if any(host_arguments.values()):
@@ -76,14 +76,14 @@ def resolve(
         if sign and not environ.get(sign):
             if source == "auto":
                 continue
-            raise ConfigError(f"the environment tells of no cluster of {source}: {sign} is not set.")
+            raise ConfigError(f"the environment describes no cluster of {source}: {sign} is not set.")
         if resolved := _ask(name, sign, resolver, Environment(environ, timeout), ps):
             return resolved
     return None
 
 
 def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | None:
-    """Returns the cluster that this process's environment describes and its task, or None where it describes none.
+    """Returns the cluster of this process's environment and the process's task, or None if it describes no cluster.
 
     Args:
         ps: As for `resolve`.
@@ -104,7 +104,7 @@ def find_cluster(ps: int = 0, timeout: float = START_TIMEOUT) -> ClusterTask | N
 def _asked(source: str) -> Iterator[tuple[str, str, _Resolver]]:
     """Yields the name, variable and function of each resolver that `source` names.
 
-    Installed ones come last, as finding them takes time.
+    Installed resolvers come last, because the search for them takes time.
     """
     yield from ((name, *RESOLVERS[name]) for name in RESOLVERS if source in ("auto", name))
     if source in ("none", *RESOLVERS):
@@ -127,14 +127,14 @@ def _ask(name: str, sign: str, resolver: _Resolver, variables: Environment, ps: 
             return None
         if isinstance(answer, RankAddresses):
             if len(answer.addresses) == 1:
-                return None  # one process alone, which may start others
+                return None  # a single process, which may start others
             answer = environment.assign_roles(answer.addresses, answer.rank, ps)
         return ResolvedCluster(*answer, name, variables.read, assign_gpus(variables, *answer))
     raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
 
 
 def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddresses | ClusterTask | None:
-    """Imports an installed resolver, and asks it."""
+    """Imports an installed resolver, and calls it."""
     resolver = registry.load("cluster source", name, plugin)
     try:
         answer = resolver(variables)
@@ -154,14 +154,14 @@ def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddres
 
 
 def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
-    """Returns CUDA_VISIBLE_DEVICES with this task's share of its host's GPUs; empty where tasks do not share GPUs.
+    """Returns CUDA_VISIBLE_DEVICES with this task's share of its host's GPUs; empty if tasks do not share GPUs.
 
-    Workers get equal shares. A chief of parameter servers, and a server, get none: TensorFlow would take all of their memory.
+    Workers get equal shares. A chief and parameter servers get no GPUs, because TensorFlow would reserve all memory of them.
 
     Args:
         variables: The environment.
         cluster: The addresses of all tasks.
-        task: This process's.
+        task: This process's task.
     """
     bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", _GPUS_SHARED)
     if bound or variables.get("SLURM_GPU_BIND") not in ("", "none") or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
@@ -174,7 +174,7 @@ def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) ->
     if len(here) < 2:
         return {}
     named = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count_gpus())))
-    visible = [gpus_per_worker.strip() for gpus_per_worker in named.split(",") if gpus_per_worker.strip()]
+    visible = [gpu.strip() for gpu in named.split(",") if gpu.strip()]
     if task not in workers:
         return {"CUDA_VISIBLE_DEVICES": "", _GPUS_SHARED: "1"} if visible else {}
     gpus_per_worker = len(visible) // len(workers)
@@ -190,7 +190,7 @@ def _count_gpus() -> int:
 
 
 def signals() -> list[str]:
-    """Returns the variables that signal a cluster: one of them must be set in its tasks."""
+    """Returns the variables that signal a cluster: each task of a cluster has at least one of them."""
     installed = registry.find_plugins("cluster source", _RESERVED)
     return [
         *(sign for sign, _ in RESOLVERS.values()),
@@ -203,7 +203,5 @@ def misconfiguration_hint(environ: Mapping[str, str] | None = None) -> str:
     environ = os.environ if environ is None else environ
     tasks = environ.get("SLURM_NTASKS", "1")
     if tasks != "1" and environ.get("SLURM_STEP_NUM_TASKS", "1") == "1":
-        return (
-            f"this Slurm job has {tasks} tasks, of which a script's own shell starts one: put srun before the command"
-        )
+        return f"this Slurm job has {tasks} tasks, but without srun its script starts one: put srun before the command"
     return ""

@@ -13,7 +13,7 @@ from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
 from tfdist.cluster.validation import MOST_TASKS
 from tfdist.errors import ConfigError, format_value
 
-PORT = 2222  # where no other is said
+PORT = 2222  # the default
 
 
 class Environment:
@@ -38,13 +38,13 @@ class Environment:
         return ""
 
     def require(self, *names: str) -> str:
-        """As `get`, where one of them must be set."""
+        """Returns the same as `get`; raises ConfigError if no variable is set."""
         if value := self.get(*names):
             return value
         raise ConfigError(f"{' or '.join(names)} must be set where {next(iter(self.read))} is.")
 
     def require_index(self, *names: str) -> int:
-        """As `require`, a whole number from 0."""
+        """Returns the value of `require` as a whole number from 0; raises ConfigError for other values."""
         value = self.require(*names)
         if not (value.isascii() and value.isdigit() and len(value) < 10):
             name = next(name for name in names if self.read.get(name) == value)
@@ -52,14 +52,14 @@ class Environment:
         return int(value)
 
     def size(self, *names: str) -> int:
-        """As `require_index`, of tasks."""
+        """Returns the value of `require_index` as a number of tasks; raises ConfigError if it is larger than `MOST_TASKS`."""
         if (size := self.require_index(*names)) > MOST_TASKS:
             raise ConfigError(f"{names[0]} must be a number of tasks, at most {MOST_TASKS}. Received: {size}.")
         return size
 
 
 class RankAddresses(NamedTuple):
-    """Tasks without roles: the address of each rank, and this process's."""
+    """Tasks without roles: the address of each rank, and this process's rank."""
 
     addresses: Sequence[str]
     rank: int
@@ -73,7 +73,7 @@ class ResolvedCluster:
         cluster: The addresses of all tasks.
         task: This process's task.
         source: The resolver's name.
-        variables: The variables that it read, by name.
+        variables: The variables that the resolver read, by name.
         environ: Variables that this process's environment lacks: its share of the GPUs.
     """
 
@@ -90,16 +90,16 @@ class ResolvedCluster:
 
 
 def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> ClusterTask:
-    """Returns the cluster of ranks, and the task of one of them.
+    """Returns the cluster that the ranks form, and the task of one rank.
 
     Args:
         addresses: `host:port` of each rank.
-        rank: This process's.
-        ps: How many ranks are parameter servers: rank 0 is then the chief, the last `ps` ranks are servers, and those between
-            are workers. 0 makes all of them workers.
+        rank: This process's rank.
+        ps: Number of parameter servers: rank 0 is then the chief, the last `ps` ranks are servers, and the ranks between
+            are workers. 0 makes all ranks workers.
 
     Raises:
-        ConfigError: The rank is none of them, or there are too few for so many servers.
+        ConfigError: The rank is out of range, or there are fewer than `ps + 2` ranks.
     """
     size = len(addresses)
     if rank >= size:
@@ -115,7 +115,7 @@ def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> ClusterTas
 
 
 def select_port(variables: Environment, job: str = "") -> int:
-    """Returns TFDIST_PORT; or where several jobs may share a host, one that is this job's own, most likely."""
+    """Returns TFDIST_PORT if it is set, else a port hashed from `job`, since jobs may share a host; the default port if `job` is empty."""
     if variables.get("TFDIST_PORT"):
         return variables.require_index("TFDIST_PORT")
     return 10000 + zlib.crc32(job.encode()) % 20000 if job else PORT

@@ -1,4 +1,4 @@
-"""Makes a cluster from a list of hosts or a hostfile. No TensorFlow here."""
+"""A cluster from a list of hosts or a hostfile. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -48,15 +48,15 @@ def local_tasks(
 
     Args:
         hosts: The training hosts, each once, separated by commas. The tasks of a host get the ports 2222, 2223 and so on;
-            those of `host1:3000` get 3000, 3001 and so on.
+            the tasks of `host1:3000` get 3000, 3001 and so on.
         ps_hosts: As for `cluster`.
         hostfile: As for `cluster`.
         task: The tasks of this host, such as `worker:1` or `worker:2,worker:3`. Empty means the tasks at this host's addresses.
         workers_per_host: Training tasks on each host. None means 1, or the slots in `hostfile`.
 
     Raises:
-        ConfigError: An argument is invalid (all errors are listed), or `task` is empty and no listed host, or several, are this
-            one.
+        ConfigError: An argument is invalid (all errors are listed), or `task` is empty and none of the listed hosts, or several,
+            are this host.
     """
     workers, servers = _training_hosts(hosts, hostfile), _split(ps_hosts)
     names = list(dict.fromkeys(host.lower() for host in workers))
@@ -119,7 +119,7 @@ def _repeated(hosts: Sequence[str]) -> str:
 
 
 def _consecutive_ports(host: str, count: int) -> list[str]:
-    """Returns the addresses of `count` tasks on one host: consecutive ports from the host's, which may have none."""
+    """Returns the addresses of `count` tasks on one host, with consecutive ports from the host's port, if it has a port."""
     name, _, port = host.rpartition(":")
     if not _has_port(host) or len(port) > 9:  # `ClusterSpec` reports a port that is too large
         return [host] * count
@@ -131,7 +131,7 @@ def _has_port(host: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    return [each.strip() for each in text.split(",") if each.strip()]
+    return [item.strip() for item in text.split(",") if item.strip()]
 
 
 def _read(path: str) -> list[str]:

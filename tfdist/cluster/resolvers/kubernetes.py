@@ -11,13 +11,13 @@ from tfdist.errors import ConfigError, format_value
 def resolve(variables: Environment) -> RankAddresses | None:
     """Returns the addresses of the pods of an Indexed Job or a StatefulSet, and this pod's rank.
 
-    These pods are called NAME-INDEX, and are found under a headless service.
+    The pods' names are NAME-INDEX; a headless service resolves them.
 
     Args:
         variables: The environment: `TFDIST_PODS`, `TFDIST_SERVICE`, and the pod's name and index.
 
     Raises:
-        ConfigError: A variable is missing or faulty.
+        ConfigError: A variable is missing or invalid.
     """
     size, service = variables.size("TFDIST_PODS"), variables.require("TFDIST_SERVICE")
     if size == 0:

@@ -12,14 +12,14 @@ from tfdist.errors import ConfigError
 def resolve(variables: Environment) -> RankAddresses | None:
     """Returns the addresses of the ranks that `mpirun` has started, and this process's rank.
 
-    `mpirun` does not say which hosts it uses: ranks of several hosts exchange their addresses through a shared folder.
+    `mpirun` does not publish the hosts that it uses: ranks on several hosts exchange their addresses through a shared folder.
 
     Args:
         variables: The environment.
 
     Raises:
         ClusterError: Some ranks do not write their address in time.
-        ConfigError: A variable is missing or faulty, or there are several hosts and no `TFDIST_RENDEZVOUS`.
+        ConfigError: A variable is missing or invalid, or there are several hosts and no `TFDIST_RENDEZVOUS`.
     """
     rank, size = variables.require_index("OMPI_COMM_WORLD_RANK"), variables.size("OMPI_COMM_WORLD_SIZE")
     local, here = (
@@ -41,12 +41,12 @@ def resolve(variables: Environment) -> RankAddresses | None:
     port = select_port(variables, job)
     if here == size:
         return RankAddresses([f"127.0.0.1:{port + number}" for number in range(size)], rank)
-    # mpirun tells nobody where the others are.
+    # mpirun does not pass the other ranks' hosts to a rank.
     if not (folder := variables.get("TFDIST_RENDEZVOUS")):
         raise ConfigError(
-            "TFDIST_RENDEZVOUS must name a folder that all hosts share, as mpirun tells none of the others."
+            "TFDIST_RENDEZVOUS must name a folder that all hosts share, because mpirun does not publish the ranks' hosts."
         )
-    # A job id may come again, this random key does not.
+    # A job id may be reused; this random key is unique.
     start = variables.get("OMPI_MCA_orte_precondition_transports") or job
     address = f"{variables.get('TFDIST_HOST') or socket.gethostname()}:{port + local}"
     return RankAddresses(rendezvous.exchange(folder, start, rank, size, address, variables.timeout), rank)

@@ -1,11 +1,11 @@
-"""Lets ranks exchange their addresses through a folder that all of them see. No TensorFlow here.
+"""Exchange of the ranks' addresses through a folder that all ranks share. No TensorFlow here.
 
-An earlier start may have left its files under the same name. So each process draws a token, and no address counts before it is agreed:
+Files of an earlier start may exist under the same name. So each process draws a random token, and all ranks confirm the addresses:
 
 1. Each rank writes its address and its token.
 2. Rank 0 writes the list of all addresses and tokens, under a new number whenever one of them changes.
-3. A rank whose own token is in the list, which rank 0 can know only from this start, adds the list's number to its file.
-4. Once all have, rank 0 marks the list as agreed, and all return its addresses.
+3. A rank whose own token is in the list adds the list's number to its file. Rank 0 can know the token only from this start.
+4. Once all ranks have added the number, rank 0 marks the list as agreed, and all ranks return its addresses.
 """
 
 from __future__ import annotations
@@ -25,29 +25,29 @@ from tfdist.errors import ClusterError
 from tfdist.runtime.log import logger
 
 _REPORT_EVERY = 10.0
-_LAST_WAIT = 5.0  # seconds for which rank 0 waits for the others to have read the list, before it removes the folder
+_LAST_WAIT = 5.0  # seconds that rank 0 waits until the other ranks have read the list, before it removes the folder
 _LIST = "list"
-_OLD = 7 * 86400.0  # seconds after which what a start has left is removed by another
+_OLD = 7 * 86400.0  # seconds after which a later start removes an earlier start's folder
 _PREFIX = "tfdist-"
-# Errors of a file that has just been renamed, on storage of a network.
+# Temporary errors that network storage reports for a file that has just been renamed.
 _PASSING = (errno.ESTALE, errno.EIO, errno.EACCES, errno.EAGAIN)
-_found: dict[tuple[Any, ...], list[str]] = {}  # by what was asked: a rank may ask again, when the others do not
+_found: dict[tuple[Any, ...], list[str]] = {}  # addresses by arguments: a rank may call again when the others do not
 
 
 def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout: float) -> list[str]:
-    """Returns the addresses of all ranks, in order, once all have written theirs and have agreed on them.
+    """Returns the addresses of all ranks, in order, once all ranks have written and confirmed them.
 
     Args:
-        folder: One that all ranks share; each job has a folder of its own in it, which is removed in the end.
+        folder: A folder that all ranks share. Each job creates a subfolder, which is removed at the end.
         job: The name of this job, equal on all ranks, and unique among jobs that run at the same time.
-        rank: This process's, from 0.
-        size: How many there are.
-        address: This process's.
-        timeout: Seconds to wait for the others.
+        rank: This process's rank, from 0.
+        size: Number of ranks.
+        address: This process's address.
+        timeout: Seconds to wait for the other ranks.
 
     Raises:
-        ClusterError: Some rank does not come in time, or its file is not one that this user's process has written, or the folder
-            cannot be written.
+        ClusterError: A rank does not write its address in time, a file was not written by a process of this user, or the
+            folder cannot be written.
     """
     asked = (folder, job, rank, size, address)
     if asked not in _found:
@@ -68,13 +68,13 @@ class _Meeting:
         self._rank, self._size = rank, size
         self._entry = {"address": address, "token": uuid.uuid4().hex}
         self._entries: dict[int, dict[str, Any]] = {0: self._entry} if rank == 0 else {}
-        self._missing = ""  # who is waited for
+        self._missing = ""  # the ranks or files that this rank waits for
         self._fault = ""  # why the last file could not be read
         self._number = ""  # of the list that rank 0 has written
         self._is_agreed = False
 
     def hold(self, timeout: float) -> list[str]:
-        """Returns the addresses that all have agreed on."""
+        """Returns the addresses that all ranks have confirmed."""
         self._write(str(self._rank), self._entry)
         look = self._collect if self._rank == 0 else self._confirm
         began = reported = time.monotonic()
@@ -94,7 +94,7 @@ class _Meeting:
         return result
 
     def leave(self) -> None:
-        """Removes this rank's file; the last one, which is rank 0 unless others are slow, removes the folder, too."""
+        """Removes this rank's file. The last rank, usually rank 0, also removes the folder."""
         with contextlib.suppress(OSError, ClusterError):
             until = time.monotonic() + _LAST_WAIT
             while self._is_agreed and self._rank == 0 and self._has_readers() and time.monotonic() < until:
@@ -106,13 +106,13 @@ class _Meeting:
             self._folder.rmdir()
 
     def _has_readers(self) -> bool:
-        """Returns whether some rank has not read yet that all agree: a rank that has removes its file, or, asking again, writes another token."""
+        """Returns whether a rank has not read the agreed list yet. Afterwards a rank removes its file, or writes a new token if it starts again."""
         names = self._folder.names()
-        there = {rank: self._read(str(rank), _is_entry, rank) for rank in range(1, self._size) if str(rank) in names}
-        return any(entry and entry["token"] == self._entries[rank]["token"] for rank, entry in there.items())
+        entries = {rank: self._read(str(rank), _is_entry, rank) for rank in range(1, self._size) if str(rank) in names}
+        return any(entry and entry["token"] == self._entries[rank]["token"] for rank, entry in entries.items())
 
     def _collect(self) -> list[str] | None:
-        """Rank 0: writes the list of who is there; returns the addresses once all have confirmed it."""
+        """Writes the list of addresses on rank 0; returns the addresses once all ranks have confirmed the list."""
         names = self._folder.names()
         changed = False
         for other in range(1, self._size):
@@ -137,7 +137,7 @@ class _Meeting:
         return [entry["address"] for entry in entries]
 
     def _confirm(self) -> list[str] | None:
-        """Another rank: confirms the list that rank 0 has written; returns its addresses once all have."""
+        """Confirms rank 0's list on another rank; returns its addresses once all ranks have confirmed it."""
         names = self._folder.names()
         absent = {rank for rank in range(self._size) if str(rank) not in names}
         self._missing = f"the addresses of rank {_join(absent)}" if absent else "the list of addresses by rank 0"
@@ -145,7 +145,7 @@ class _Meeting:
             return None
         members = address_list["members"]
         if members[self._rank] != [self._entry["address"], self._entry["token"]]:
-            return None  # an earlier start's, or one that still has an earlier file of this rank
+            return None  # the list of an earlier start, or one with an earlier token of this rank
         if address_list["agreed"]:
             return [address for address, _ in members]
         self._missing = "all ranks to confirm the addresses"
@@ -157,8 +157,10 @@ class _Meeting:
     def _is_list(self, content: Any) -> bool:
         pairs = content["members"] if isinstance(content, dict) and isinstance(content.get("members"), list) else []
         texts = [text for pair in pairs if isinstance(pair, list) and len(pair) == 2 for text in pair]
-        whole = len(pairs) == self._size and len(texts) == 2 * self._size and all(isinstance(t, str) for t in texts)
-        return whole and isinstance(content.get("number"), str) and isinstance(content.get("agreed"), bool)
+        is_complete = (
+            len(pairs) == self._size and len(texts) == 2 * self._size and all(isinstance(t, str) for t in texts)
+        )
+        return is_complete and isinstance(content.get("number"), str) and isinstance(content.get("agreed"), bool)
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         try:
@@ -168,19 +170,19 @@ class _Meeting:
                 f"rank {self._rank} cannot write its address to {self._folder.place}: {e.strerror or e}."
             ) from e
 
-    def _read(self, name: str, is_sound: Callable[[Any], bool], rank: int) -> dict[str, Any] | None:
+    def _read(self, name: str, is_valid: Callable[[Any], bool], rank: int) -> dict[str, Any] | None:
         """Returns the content of a file, or None if it does not exist or cannot be read yet."""
         try:
             if not (text := self._folder.read(name)):
-                return None  # storage of a network may show a file before what it holds
+                return None  # network storage may show a file before its content
             content = json.loads(text)
-            if is_sound(content):
+            if is_valid(content):
                 return content
             raise ValueError
         except FileNotFoundError:
             return None
         except (OSError, ValueError, RecursionError) as e:
-            why = getattr(e, "strerror", None) or "it holds something else than addresses"
+            why = getattr(e, "strerror", None) or "its content is not a valid address file"
             if getattr(e, "errno", None) in _PASSING:
                 self._fault = why
                 return None

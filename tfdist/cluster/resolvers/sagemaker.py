@@ -15,7 +15,7 @@ def resolve(variables: Environment) -> RankAddresses | None:
         variables: The environment: `SM_HOSTS` and `SM_CURRENT_HOST`.
 
     Raises:
-        ConfigError: A variable is missing or faulty.
+        ConfigError: A variable is missing or invalid.
     """
     text = variables.get("SM_HOSTS")
     try:

@@ -1,7 +1,7 @@
-"""A folder on shared storage in which processes of one user leave small files for each other. No TensorFlow here.
+"""A folder on shared storage through which processes of one user exchange small files. No TensorFlow here.
 
-Nothing that another user has put there is trusted, and no link is followed. Who "this user" is tells a file that this process has written
-there: storage of a network may show other numbers of users than the hosts have.
+Files of other users are not read, and links are not followed. This user's id is the owner of a file that this process has written to the
+folder, because network storage may show other user ids than the hosts.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ import time
 import uuid
 
 _TRIES = 20
-_OURS = re.compile(r"\d+|list|\.(\d+|list)\.[0-9a-f]{32}")  # names of files in it
+_OURS = re.compile(r"\d+|list|\.(\d+|list)\.[0-9a-f]{32}")  # names of the files in the folder
 
 
 class SharedFolder:
-    """The folder. It is made when the first file is written.
+    """A shared folder, created when the first file is written.
 
     Args:
-        place: Its path.
+        place: The folder's path.
     """
 
     def __init__(self, place: pathlib.Path):
@@ -31,10 +31,10 @@ class SharedFolder:
         self._owner: int | None = None
 
     def write(self, name: str, content: bytes) -> None:
-        """Writes a file, which is whole whenever somebody sees it.
+        """Writes a file atomically: readers see it complete or not yet.
 
         Raises:
-            OSError: It cannot be written, or the folder is a link or another user's.
+            OSError: The file cannot be written, or the folder is a link or another user's.
         """
         for attempt in range(_TRIES):
             try:
@@ -67,7 +67,7 @@ class SharedFolder:
         """Returns the content of a file.
 
         Raises:
-            OSError: It cannot be read, or is a link, a named pipe or another user's.
+            OSError: The file cannot be read, or is a link, a named pipe or another user's.
         """
         try:
             descriptor = os.open(self.place / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
@@ -85,14 +85,14 @@ class SharedFolder:
             return file.read()
 
     def names(self) -> set[str]:
-        """Returns the names of the files; asking also has storage of a network look for new ones."""
+        """Returns the names of the files; listing also makes network storage look for new files."""
         try:
             return set(os.listdir(self.place))
         except OSError:
             return set()
 
     def remove(self, name: str) -> None:
-        """Removes a file, if it is there."""
+        """Removes a file if it exists."""
         with contextlib.suppress(FileNotFoundError):
             (self.place / name).unlink()
 
@@ -100,23 +100,23 @@ class SharedFolder:
         """Removes the folder.
 
         Raises:
-            OSError: It is not empty.
+            OSError: The folder is not empty.
         """
         self.place.rmdir()
 
 
 def remove_old(folder: pathlib.Path, prefix: str, seconds: float) -> None:
-    """Removes the folders in `folder` that begin with `prefix`, that nothing has changed for so long, and that hold such files alone."""
+    """Removes this user's subfolders whose names begin with `prefix`, unchanged for `seconds`, that contain only files of an exchange."""
     with contextlib.suppress(OSError):
-        for place in folder.iterdir():
+        for subfolder in folder.iterdir():
             with contextlib.suppress(OSError):
-                status = os.lstat(place)
+                status = os.lstat(subfolder)
                 if not (
-                    place.name.startswith(prefix) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                    subfolder.name.startswith(prefix) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
                 ):
                     continue
-                if time.time() - status.st_mtime < seconds or not all(map(_OURS.fullmatch, os.listdir(place))):
+                if time.time() - status.st_mtime < seconds or not all(map(_OURS.fullmatch, os.listdir(subfolder))):
                     continue
-                for name in os.listdir(place):
-                    (place / name).unlink()
-                place.rmdir()
+                for name in os.listdir(subfolder):
+                    (subfolder / name).unlink()
+                subfolder.rmdir()

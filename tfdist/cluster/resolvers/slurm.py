@@ -9,7 +9,7 @@ from tfdist.cluster.resolvers.environment import Environment, RankAddresses, sel
 from tfdist.errors import ConfigError, format_value
 
 _HET_SIZE = ("SLURM_HET_SIZE", "SLURM_PACK_SIZE")
-_MOST_NAMES = 100_000  # of a list; a range that is longer is a mistake
+_MOST_NAMES = 100_000  # in a node list; a longer range is a mistake
 _NAME_PART = re.compile(r"(?P<text>[^\[\],]*)(?:\[(?P<ranges>[^\[\]]*)\])?")
 _NODE_RANGE = re.compile(r"(?P<first>[0-9]{1,18})(?:-(?P<last>[0-9]{1,18}))?")
 _TASK_COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<times>[0-9]{1,9})\))?")
@@ -25,7 +25,7 @@ def resolve(variables: Environment) -> RankAddresses | None:
         The addresses by rank; each task of a node has its own port.
 
     Raises:
-        ConfigError: A variable is missing or faulty, or the variables contradict each other.
+        ConfigError: A variable is missing or invalid, or the variables contradict each other.
     """
     rank, step = variables.require_index("SLURM_PROCID"), variables.require("SLURM_STEP_ID")
     nodes = expand_hosts(variables.require("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
@@ -36,13 +36,13 @@ def resolve(variables: Environment) -> RankAddresses | None:
             f"the nodes, the tasks on each and the number of tasks do not agree. Received: {len(nodes)} nodes, {sum(counts)} "
             f"tasks on {len(counts)} nodes, {size} tasks."
         )
-    if variables.get(*_HET_SIZE):  # nodes are numbered by components, and not as they are listed
+    if variables.get(*_HET_SIZE):  # nodes are numbered by component, not by their order in the list
         tasks_of = dict(zip(nodes, counts, strict=True))
         nodes = [node for node in _heterogeneous_nodes(variables) if node in tasks_of]
         counts = [tasks_of[node] for node in nodes]
         if len(nodes) != len(tasks_of):
             raise ConfigError(f"components that share a node are not known. Received: {', '.join(nodes)}.")
-    # Components of a heterogeneous job come one after the other, whatever it says.
+    # Slurm places the components of a heterogeneous job one after the other and ignores SLURM_DISTRIBUTION.
     distribution = "" if variables.get(*_HET_SIZE) else variables.get("SLURM_DISTRIBUTION")
     places = task_placement(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
     node, local = variables.require_index("SLURM_NODEID"), variables.require_index("SLURM_LOCALID")
@@ -74,13 +74,13 @@ def _heterogeneous_nodes(variables: Environment) -> Iterator[str]:
 
 
 def task_placement(counts: list[int], distribution: str = "", plane_size: str = "") -> list[tuple[int, int]]:
-    """Returns for each task its node and its number there.
+    """Returns, for each task, its node and its index on that node.
 
     Args:
-        counts: How many tasks each node has.
-        distribution: Slurm's: `block`, one node after the other; `cyclic`, a task for each node in turn; `plane`, some at a
-            time. Anything after a colon, as in `block:cyclic`, is about cores.
-        plane_size: How many at a time.
+        counts: Number of tasks on each node.
+        distribution: Slurm's distribution: `block` fills one node after the other, `cyclic` places one task on each node in
+            turn, and `plane` places `plane_size` tasks. Text after a colon, as in `block:cyclic`, concerns cores.
+        plane_size: Number of tasks that `plane` places on a node at once.
     """
     kind, _, size = re.split("[:,]", distribution.lower())[0].partition("=")
     plane = max(1, int(size or plane_size)) if (size or plane_size).isdigit() else 1
@@ -99,7 +99,7 @@ def tasks_per_node(text: str) -> list[int]:
     """Returns the numbers in a list such as `2(x3),1`: 2, 2, 2, 1.
 
     Raises:
-        ConfigError: The text is no such list.
+        ConfigError: The text is not such a list.
     """
     sizes: list[int] = []
     for part in text.split(","):
@@ -115,11 +115,11 @@ def expand_hosts(text: str) -> list[str]:
     """Returns the names in a node list, as `scontrol show hostnames` does.
 
     Args:
-        text: Such as `n[009-011,20],login1`; a name may have several brackets, as `rack[1-2]n[1-4]`, of which the last
-            varies fastest. Numbers keep their zeros.
+        text: A list such as `n[009-011,20],login1`. A name may have several brackets, as `rack[1-2]n[1-4]`; the last
+            bracket varies fastest. Numbers keep their leading zeros.
 
     Raises:
-        ConfigError: The text is no node list.
+        ConfigError: The text is not a node list.
     """
     names: list[str] = []
     for name in _split_names(text):
@@ -132,43 +132,45 @@ def expand_hosts(text: str) -> list[str]:
 def _split_names(text: str) -> Iterator[str]:
     """Yields the parts between commas that are not in brackets."""
     depth = begin = 0
-    for place, sign in enumerate(text):
+    for position, sign in enumerate(text):
         depth += {"[": 1, "]": -1}.get(sign, 0)
         if sign == "," and depth == 0:
-            yield text[begin:place]
-            begin = place + 1
+            yield text[begin:position]
+            begin = position + 1
     yield text[begin:]
 
 
-def _expand_name(name: str, whole: str) -> list[str]:
+def _expand_name(name: str, node_list: str) -> list[str]:
     expanded = [""]
-    place = 0
+    position = 0
     name = name.strip()
-    while place < len(name):
-        match = _NAME_PART.match(name, place)
-        if match is None or match.end() == place:
-            raise _node_list_error(whole)
+    while position < len(name):
+        match = _NAME_PART.match(name, position)
+        if match is None or match.end() == position:
+            raise _node_list_error(node_list)
         ends = [match["text"]]
         if match["ranges"] is not None:
             ends = [
-                match["text"] + number for part in match["ranges"].split(",") for number in _expand_range(part, whole)
+                match["text"] + number
+                for part in match["ranges"].split(",")
+                for number in _expand_range(part, node_list)
             ]
         if len(expanded) * len(ends) > _MOST_NAMES:
-            raise _node_list_error(whole)
+            raise _node_list_error(node_list)
         expanded = [begin + end for begin in expanded for end in ends]
-        place = match.end()
+        position = match.end()
     if expanded == [""]:
-        raise _node_list_error(whole)
+        raise _node_list_error(node_list)
     return expanded
 
 
-def _expand_range(text: str, whole: str) -> list[str]:
+def _expand_range(text: str, node_list: str) -> list[str]:
     match = _NODE_RANGE.fullmatch(text.strip())
     if match is None:
-        raise _node_list_error(whole)
+        raise _node_list_error(node_list)
     first, last = match["first"], match["last"] or match["first"]
     if not 0 <= int(last) - int(first) < _MOST_NAMES:
-        raise _node_list_error(whole)
+        raise _node_list_error(node_list)
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]
 
 

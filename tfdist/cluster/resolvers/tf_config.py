@@ -13,7 +13,7 @@ def resolve(variables: Environment) -> ClusterTask | None:
         variables: The environment.
 
     Raises:
-        ConfigError: `TF_CONFIG` is faulty.
+        ConfigError: `TF_CONFIG` is invalid.
     """
     text = variables.get("TF_CONFIG")
     return from_tf_config(text) if "".join(text.split()) != "{}" else None
