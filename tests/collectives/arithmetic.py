@@ -17,15 +17,19 @@ def numbers(seed, shape, dtype, rank):
 
 
 def total(values, largest):
-    """Returns what the sum must be, to the bit."""
+    """Returns the sum to the bit: neighbors first, each sum of 16 bits rounded."""
     join = np.maximum if largest else np.add
-    dtype = values[0].dtype
-    wide = dtype.name in ("float16", "bfloat16")
-    result = values[0].astype(np.float32) if wide else values[0]
-    for value in values[1:]:
-        result = join(result, value.astype(np.float32) if wide else value)
-    with np.errstate(over="ignore"):
-        return np.asarray(result).astype(dtype)
+    values, halves = list(values), values[0].dtype.name in ("float16", "bfloat16")
+
+    def joined(left, right):
+        if not halves:
+            return join(left, right)
+        with np.errstate(over="ignore"):
+            return np.asarray(join(left.astype(np.float32), right.astype(np.float32))).astype(left.dtype)
+
+    while len(values) > 1:
+        values = [joined(*pair) if len(pair := values[i : i + 2]) == 2 else pair[0] for i in range(0, len(values), 2)]
+    return values[0]
 
 
 def sum_by_host(values, largest, hosts):
