@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfdist.aliases import Json
 from tfdist.backup.data_position import LoopPosition
 from tfdist.backup.files import CorruptBackupError, first_line
-from tfdist.backup.state import REST
+from tfdist.backup.state import REST, replica_key, replicas_of
 
 _FIELDS = {
     "tasks": int,
@@ -98,8 +98,9 @@ def check_manifest(manifest: Mapping[str, Any], point: SavePoint, path: str) -> 
 
 def check_tensors(manifest: Mapping[str, Any], shared: Mapping[str, Any], own: Mapping[str, Any], path: str) -> None:
     """Raises CorruptBackupError unless the shared tensors and those of this rank have the names, shapes and types in the manifest."""
+    replicas = replicas_of(own)
     for name, form in manifest["about"]["variables"].items():
-        value = shared.get(name, own.get(f"{name}/0"))
+        value = own[replica_key(replicas[name][0], name)] if name in replicas else shared.get(name)
         if value is None:
             raise CorruptBackupError(f"{path} does not hold variable {name!r}")
         stored_form = f"{tf.as_dtype(value.dtype).name}{list(value.shape)}"

@@ -9,17 +9,19 @@ import time
 from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
+import numpy as np
 import tensorflow as tf
 
 from tfdist.backup import contents, files
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.files import CorruptBackupError, UnreadableBackupError
+from tfdist.backup.state import is_of_replica
 from tfdist.backup.storage import MANIFEST, SHARED, STATE_FILE, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime.log import logger
 
-FORMAT = 1
+FORMAT = 2
 _SHARED_WITHIN = 30.0  # seconds within which a file of the chief must be visible to the other tasks
 _PATIENCE = 10.0  # seconds for which an unreadable file is tried again
 _RETRY_EVERY = 0.5
@@ -31,7 +33,7 @@ _NO_SHARED = (
 
 @dataclasses.dataclass(frozen=True)
 class Snapshot:
-    """The content of a backup: tensors by name, those of all ranks in `shared` and those of this rank in `own`."""
+    """The content of a backup: tensors by name, those of all ranks in `shared` and those of this rank and its replicas in `own`."""
 
     point: SavePoint
     manifest: Mapping[str, Any]
@@ -39,7 +41,15 @@ class Snapshot:
     own: Mapping[str, Any]
 
 
-def find_backup(storage: Storage, ranks: Ranks, replicas: int, had_backup: bool = False) -> Snapshot | None:
+class Size(NamedTuple):
+    """The numbers of tasks and replicas of a run, and whether a backup of it can continue with others."""
+
+    tasks: int
+    replicas: int
+    is_fixed: bool = False
+
+
+def find_backup(storage: Storage, ranks: Ranks, size: Size, had_backup: bool = False) -> Snapshot | None:
     """Reads the newest complete backup; returns None if the folder has never had a backup. A collective.
 
     `had_backup` says that this run wrote a backup before it was restarted. Raises ConfigError if the folder cannot be used, or a backup belongs to
@@ -51,7 +61,7 @@ def find_backup(storage: Storage, ranks: Ranks, replicas: int, had_backup: bool 
     snapshot: Snapshot | None = None
     torn: list[str] = []
     while snapshot is None and (point := _of_chief(ranks, points.pop(0) if points else BEFORE_ALL)) != BEFORE_ALL:
-        outcome = _attempt(functools.partial(_read, storage, point, ranks, replicas, owners, point in completed))
+        outcome = _attempt(functools.partial(_read, storage, point, ranks, size, owners, point in completed))
         snapshot = _agreed(ranks, storage.path(point), outcome)
         if outcome.code == _TORN:
             torn.append(outcome.why)
@@ -136,7 +146,7 @@ def _list_backups(storage: Storage, owners: Collection[int]) -> tuple[list[SaveP
 
 
 def _read(
-    storage: Storage, point: SavePoint, ranks: Ranks, replicas: int, owners: Collection[int], was_complete: bool
+    storage: Storage, point: SavePoint, ranks: Ranks, size: Size, owners: Collection[int], was_complete: bool
 ) -> Snapshot:
     path = storage.path(point)
     if not files.is_folder(path):
@@ -145,11 +155,33 @@ def _read(
     if not was_complete and storage.is_unfinished(point):
         raise CorruptBackupError(f"{path} was not finished")
     manifest = storage.read_manifest(point)
-    _check_cluster(storage, point, manifest, ranks.size, replicas)
+    _check_format(storage, point, manifest)
     contents.check_manifest(manifest, point, storage.path(point, MANIFEST))
-    shared, own = storage.read_part(point, SHARED), storage.read_part(point, storage.part)
+    _check_size(storage, point, manifest, size)
+    shared, own = storage.read_part(point, SHARED), _read_own(storage, point, manifest, ranks.rank, size)
     contents.check_tensors(manifest, shared, own, path)
     return Snapshot(point, manifest, shared, own)
+
+
+def _read_own(
+    storage: Storage, point: SavePoint, manifest: Mapping[str, Any], rank: int, size: Size
+) -> dict[str, np.ndarray]:
+    """Returns this rank's state, and that of its replicas, wherever they were when the backup was written.
+
+    With another number of replicas, all of them are read: their state is combined once the model is built.
+    """
+    per_part = manifest["replicas"] // manifest["tasks"]
+    if size.replicas == manifest["replicas"]:
+        local = size.replicas // size.tasks
+        home, last = rank * local // per_part, (rank * local + local - 1) // per_part
+        parts = range(home, last + 1)
+    else:
+        home, parts = 0, range(manifest["tasks"])
+    own: dict[str, np.ndarray] = {}
+    for part in parts:
+        tensors = storage.read_part(point, f"rank-{part}")
+        own |= tensors if part == home else {name: tensors[name] for name in tensors if is_of_replica(name)}
+    return own
 
 
 def _of_chief(ranks: Ranks, point: SavePoint) -> SavePoint:
@@ -196,15 +228,24 @@ def _numbers(flags: Any) -> str:
     return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
 
 
-def _check_cluster(storage: Storage, point: SavePoint, manifest: Mapping[str, Any], tasks: int, replicas: int) -> None:
-    remedy = f"or, to train from the beginning, remove {storage.folder!r} or choose another backup_dir."
-    path, then = storage.path(point), (manifest.get("tasks"), manifest.get("replicas"))
+_REMEDY = "or, to train from the beginning, remove {!r} or choose another backup_dir."
+
+
+def _check_format(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]) -> None:
     if manifest.get("format") != FORMAT:
         raise ConfigError(
-            f"The backup {path} was written by another version of tfdist. Continue with that version; {remedy}"
+            f"The backup {storage.path(point)} was written by another version of tfdist: it has format {manifest.get('format')}, and this "
+            f"version reads format {FORMAT}. Continue with that version; {_REMEDY.format(storage.folder)}"
         )
-    if then != (tasks, replicas):
+
+
+def _check_size(storage: Storage, point: SavePoint, manifest: Mapping[str, Any], size: Size) -> None:
+    tasks, replicas = manifest["tasks"], manifest["replicas"]
+    path = storage.path(point)
+    if not (0 < tasks <= replicas and replicas % tasks == 0) and not size.is_fixed:
+        raise CorruptBackupError(f"{path} names {tasks} tasks and {replicas} replicas, which no run could have")
+    if size.is_fixed and (tasks, replicas) != (size.tasks, size.replicas):
         raise ConfigError(
-            f"The backup {path} was made with tasks: {then[0]}, replicas: {then[1]}; this run has tasks: {tasks}, replicas: {replicas}. "
-            f"Start as many as before (another number cannot continue yet); {remedy}"
+            f"The backup {path} was made with tasks: {tasks}, replicas: {replicas}; this run has tasks: {size.tasks}, replicas: "
+            f"{size.replicas}. Under parameter servers start as many as before; {_REMEDY.format(storage.folder)}"
         )

@@ -21,7 +21,7 @@ from tfdist.aliases import Logs, RandomGenerator, StepFunction
 from tfdist.backup import compatibility, state, unsaved_randomness
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.data_position import LoopPosition, TrainingPasses
-from tfdist.backup.search import FORMAT, Snapshot, find_backup
+from tfdist.backup.search import FORMAT, Size, Snapshot, find_backup
 from tfdist.backup.snapshot_writer import SnapshotWriter, WriterThread
 from tfdist.backup.state import TrainingState, users_callbacks
 from tfdist.backup.storage import Storage
@@ -94,7 +94,8 @@ class BackupSession:
         """
         self._snapshots.check_free()
         had_backup = progress.had_backup(self._storage.folder)
-        self._resume_from = find_backup(self._storage, self._ranks, self._strategy.num_replicas_in_sync, had_backup)
+        size = Size(self._ranks.size, self._strategy.num_replicas_in_sync, is_fixed=self._strategy.traits.asynchronous)
+        self._resume_from = find_backup(self._storage, self._ranks, size, had_backup)
         current_seed = tf_internals.global_seed()
         seed = self._resume_from.manifest["seed"] if self._resume_from else current_seed
         if seed is None:
@@ -141,6 +142,7 @@ class BackupSession:
         compatibility.check_same_training(
             self._about, saved_about, self._storage.path(snapshot.point), self._storage.folder
         )
+        self._state.resizes = snapshot.manifest["replicas"] != self._strategy.num_replicas_in_sync
         self._snapshots.take_folder(snapshot.point)
         position = LoopPosition(**snapshot.manifest["position"])
         stops = snapshot.manifest["stop_training"]
@@ -151,6 +153,12 @@ class BackupSession:
         first_epoch = epochs if stops and not position.epoch_step else position.epoch
         self.passes.resume(position, snapshot.own)
         self.resumed_logs = self._last_logs if position.epoch_step else None
+        if self._state.resizes and self._ranks.is_chief:
+            logger.warning(
+                f"the backup was made with {snapshot.manifest['replicas']} replicas, and this run has "
+                f"{self._strategy.num_replicas_in_sync}: the order of the examples and the weights continue; moving statistics are averaged, "
+                "residuals of compression are added, and each replica draws other random numbers, so the bits differ from an undisturbed run."
+            )
         if ignored := self._state.ignored_attributes():
             logger.warning(
                 f"{self._storage.path(snapshot.point)} names {', '.join(ignored)}, which are not in the state of these callbacks: not restored"

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -13,7 +14,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Json, Logs
 from tfdist.compat import optimizer_search
-from tfdist.compat.keras_internals import CALLBACK_STATE, STATELESS_ATTRIBUTES
+from tfdist.compat.keras_internals import CALLBACK_STATE, SEED_STATE, STATELESS_ATTRIBUTES
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
@@ -21,12 +22,17 @@ from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
 
 REST = "rest"  # state that is not a tensor, as JSON
-_GLOBAL_SEED = "global seed/"  # of this thread's `keras.random`
+_GLOBAL_SEED = "global seed"  # of this thread's `keras.random`
+_OF_REPLICA = re.compile(r"replica-(\d+)/(.*)", re.DOTALL)
 _ARRAY, _PAIRS = "array:", "pairs:"
 
 
 class TrainingState:
-    """Captures and restores the state of a built and compiled model and of its callbacks on this rank."""
+    """Captures and restores the state of a built and compiled model and of its callbacks on this rank.
+
+    Attributes:
+        resizes: Whether the state to restore is that of another number of replicas. For the caller to set.
+    """
 
     def __init__(self, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]):
         self._strategy = model.distribute_strategy
@@ -34,7 +40,10 @@ class TrainingState:
         self._callbacks = dict(_stateful_callbacks(callbacks))
         self._unnamed = [c for c in callbacks if c not in self._callbacks.values()]
         self._ignored: set[str] = set()
+        self.resizes = False
         self._variables = dict(named_variables(model))
+        several = self._strategy.num_replicas_in_sync > 1 and not self._strategy.traits.asynchronous
+        self._replicas = self._strategy.local_replicas if several else [0]
         slots = {id(v.value) for optimizer in optimizer_search.optimizers(model) for v in optimizer.variables}
         self._own = {
             name
@@ -60,11 +69,11 @@ class TrainingState:
                 if to_host:
                     values = [tf.identity(value) for value in values]
                 if name in self._own:
-                    own |= {f"{name}/{number}": value for number, value in enumerate(values)}
+                    own |= self._by_replica(name, values)
                 else:
                     shared[name] = values[0]
             if (seed := random_seeds.global_seed(self._strategy)) is not None:
-                own |= {f"{_GLOBAL_SEED}{n}": tf.identity(value) for n, value in enumerate(self._components(seed))}
+                own |= self._by_replica(_GLOBAL_SEED, map(tf.identity, self._components(seed)))
             arrays: dict[str, np.ndarray] = {}
             remembered = {name: _to_json(_get_state(c), name, arrays) for name, c in self._callbacks.items()}
             rest = {
@@ -82,14 +91,21 @@ class TrainingState:
             _to_json(_get_state(callback), name, {})
 
     def restore(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Logs:
-        """Restores a state that `capture` has returned; the variables must have the same names and shapes. Returns the logs."""
+        """Restores a state that `capture` has returned; the variables must have the same names and shapes. Returns the logs.
+
+        Args:
+            shared: The state that all ranks share.
+            own: The state of this rank, and of this rank's replicas. After a change of the number of replicas, that of all replicas.
+        """
+        by_name: dict[str, dict[int, np.ndarray]] = {name: {0: value} for name, value in shared.items()}
+        for key, value in own.items():
+            if match := _OF_REPLICA.fullmatch(key):
+                by_name.setdefault(match[2], {})[int(match[1])] = value
         for name, variable in self._variables.items():
-            for number, component in enumerate(self._components(variable)):
-                component.assign(own[f"{name}/{number}"] if name in self._own else shared[name])
-        if f"{_GLOBAL_SEED}0" in own:
+            self._assign(name, variable, by_name[name])
+        if _GLOBAL_SEED in by_name:
             seed = random_seeds.global_seed(self._strategy, makes=True)
-            for number, component in enumerate(self._components(seed)):
-                component.assign(own[f"{_GLOBAL_SEED}{number}"])
+            self._assign(_GLOBAL_SEED, seed, by_name[_GLOBAL_SEED])
         rest = json.loads(np.asarray(own[REST]).item())
         arrays = {name.removeprefix(_ARRAY): value for name, value in own.items() if name.startswith(_ARRAY)}
         for name, callback in self._callbacks.items():
@@ -97,6 +113,21 @@ class TrainingState:
                 self._ignored |= _set_state(callback, _from_json(rest["callbacks"][name], arrays))
         self._statistics.synchronized = rest["synchronized"]
         return _from_json(rest["logs"], arrays)
+
+    def _by_replica(self, name: str, values: Iterable[tf.Tensor]) -> dict[str, tf.Tensor]:
+        return {replica_key(replica, name): value for replica, value in zip(self._replicas, values, strict=True)}
+
+    def _assign(self, name: str, variable: tf.Variable, values: Mapping[int, np.ndarray]) -> None:
+        """Assigns the saved values of replicas, or of all replicas as 0, to a variable of this run."""
+        components = self._components(variable)
+        if name not in self._own and name != _GLOBAL_SEED:
+            new = [_combined(variable, values)] * len(components)
+        elif set(self._replicas) <= set(values) and not self.resizes:
+            new = [values[replica] for replica in self._replicas]
+        else:
+            new = [_for_replica(name, variable, values, replica) for replica in self._replicas]
+        for component, value in zip(components, new, strict=True):
+            component.assign(value)
 
     def local_variables(self) -> list[tf.Variable]:
         """Returns this process's components of all variables that `capture` reads."""
@@ -120,6 +151,47 @@ class TrainingState:
 
     def _components(self, variable: tf.Variable) -> Sequence[tf.Variable]:
         return self._strategy.experimental_local_results(variable)
+
+
+def replica_key(replica: int, name: str) -> str:
+    """Returns the name in a backup of a replica's value of a variable."""
+    return f"replica-{replica}/{name}"
+
+
+def is_of_replica(key: str) -> bool:
+    """Returns whether a tensor in a backup is the state of one replica, rather than of a task."""
+    return _OF_REPLICA.fullmatch(key) is not None
+
+
+def replicas_of(own: Iterable[str]) -> dict[str, list[int]]:
+    """Returns the replicas whose values a part of a backup holds, by the variable's name."""
+    replicas: dict[str, list[int]] = {}
+    for match in filter(None, map(_OF_REPLICA.fullmatch, own)):
+        replicas.setdefault(match[2], []).append(int(match[1]))
+    return replicas
+
+
+def _for_replica(name: str, variable: tf.Variable, values: Mapping[int, np.ndarray], replica: int) -> Any:
+    """Returns the value of one replica of a run with another number of replicas than the backup.
+
+    Means over replicas stay means, and sums stay sums. The seeds of the replicas follow from the first one's.
+    """
+    if SEED_STATE in name or name == _GLOBAL_SEED:
+        first, counter = values[min(values)]
+        return np.array([int(first) + replica * random_seeds.SEED_STRIDE, int(counter)]).astype(values[0].dtype)
+    total = _combined(variable, values)
+    is_sum = variable.aggregation == tf.VariableAggregation.SUM
+    return np.zeros_like(total) if is_sum and replica else total
+
+
+def _combined(variable: tf.Variable, values: Mapping[int, np.ndarray]) -> np.ndarray:
+    """Returns the one value of a variable whose replicas have had separate values."""
+    stacked = np.stack([values[replica] for replica in sorted(values)])
+    if variable.aggregation == tf.VariableAggregation.SUM:
+        return stacked.sum(0, dtype=stacked.dtype)
+    if variable.aggregation == tf.VariableAggregation.MEAN and variable.dtype.is_floating:
+        return stacked.mean(0, dtype=np.float64).astype(stacked.dtype)
+    return stacked[0]
 
 
 def users_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:

@@ -38,6 +38,7 @@ MANIFEST = "manifest.json"
 SHARED = "shared"
 STATE_FILE = "checkpoint"
 _PARTIAL = ".partial"
+_PART_FILE = re.compile(r"rank-(\d+)\.")
 _CHECKPOINT_PATH = re.compile(r'checkpoint_paths?: "(.*)"')
 _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
@@ -195,15 +196,20 @@ class Storage:
         if self.rank == 0:  # first, so that no reader takes the remaining files for a backup
             with contextlib.suppress(tf.errors.NotFoundError):
                 tf.io.gfile.rename(self.path(point, MANIFEST), self.path(point, _REMOVED), overwrite=True)
-        own_prefixes = (f"{self.part}.", *((f"{SHARED}.", MANIFEST) if self.rank == 0 else ()))
+        own_prefixes = (f"{SHARED}.", MANIFEST) if self.rank == 0 else ()
         try:
             for name in tf.io.gfile.listdir(self.path(point)):
-                if name.startswith(own_prefixes) or (every_rank and name != _REMOVED):
+                if name.startswith(own_prefixes) or self._owns(name) or (every_rank and name != _REMOVED):
                     self._remove_file(self.path(point, name))
             if not {*tf.io.gfile.listdir(self.path(point))} - {_REMOVED}:
                 tf.io.gfile.rmtree(self.path(point))
         except tf.errors.NotFoundError:  # another rank has removed the folder
             pass
+
+    def _owns(self, name: str) -> bool:
+        """Returns whether a file is of this rank's part, or of the part of a rank that this run does not have."""
+        match = _PART_FILE.match(name)
+        return match is not None and int(match[1]) % self.ranks == self.rank
 
     def remove_all(self, every_rank: bool = False) -> None:
         """Removes the files of this rank or of every rank from all backups. The chief also removes the list of backups."""

@@ -174,7 +174,7 @@ def to_dict(config: TrainConfig) -> dict[str, Any]:
 
 NAMED_OPTIONS = ("optimizer", "compression")  # groups with options
 
-# Fields that must be equal in a resumed run and on all tasks, because they determine the trained weights.
+# Fields that must be equal on all tasks, because they determine the trained weights.
 _SAME = (
     *("task", "task_options", "global_batch_size", "per_replica_batch_size", "steps_per_epoch", "steps_per_execution"),
     *("seed", "deterministic", "precision", "jit_compile"),
@@ -186,10 +186,21 @@ _SAME_OF_STRATEGY = ("name", "devices", "bucket_bytes", "gather_loss_bytes", "pl
 
 
 def fixed(config: TrainConfig) -> dict[str, Any]:
-    """Returns the part of the configuration that must be equal in a resumed run, and on all tasks."""
+    """Returns the part of the configuration that must be equal on all tasks."""
     same = {name: value for name, value in to_dict(config).items() if name in _SAME}
     same |= {name: getattr(config, name).to_dict(complete=True) for name in NAMED_OPTIONS}
     same["strategy"] = {name: same["strategy"][name] for name in _SAME_OF_STRATEGY}
+    return same
+
+
+def resumable(config: TrainConfig) -> dict[str, Any]:
+    """Returns the part of the configuration that must be equal in a resumed run, which may have another strategy and other devices."""
+    same = fixed(config)
+    kind = "asynchronous" if config.strategy.traits.asynchronous else "synchronous"
+    same["strategy"] = {
+        "updates": kind,
+        **{name: same["strategy"][name] for name in ("bucket_bytes", "gather_loss_bytes", "placement")},
+    }
     return same
 
 
@@ -202,5 +213,5 @@ def backup_arguments(config: TrainConfig, workdir: str | os.PathLike[str]) -> di
         "save_freq": "epoch" if config.backup.save_freq == "epoch" else int(config.backup.save_freq),
         "save_every_seconds": config.backup.save_every_seconds or None,
         "grace_seconds": config.grace_seconds,
-        "config": {"config": fixed(config)},
+        "config": {"config": resumable(config)},
     }

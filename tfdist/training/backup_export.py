@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.backup import compatibility, listing
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import ReadError
-from tfdist.backup.state import named_variables
+from tfdist.backup.state import named_variables, replica_key, replicas_of
 from tfdist.backup.storage import SHARED, Storage
 from tfdist.compat import optimizer_search
 from tfdist.config import TrainConfig
@@ -93,9 +93,9 @@ def read_weights(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]
     variables = manifest["about"]["variables"]
     own: dict[str, list[np.ndarray]] = {}
     for rank in range(manifest["tasks"]):
-        for key, value in storage.read_part(point, f"rank-{rank}").items():  # as `7/batch_norm/moving_mean/0`
-            if (name := key.rpartition("/")[0]) in variables:
-                own.setdefault(name, []).append(value)
+        tensors = storage.read_part(point, f"rank-{rank}")
+        for name, replicas in replicas_of(tensors).items():
+            own.setdefault(name, []).extend(tensors[replica_key(replica, name)] for replica in replicas)
     names = sorted(variables, key=lambda name: int(name.partition("/")[0]))
     return dict(_keyed((name, shared[name] if name in shared else _mean(own[name])) for name in names))
 
