@@ -166,7 +166,7 @@ def test_a_goodput_file_on_a_full_disk_costs_one_warning(tmp_path, capsys):
             ledger.switch(part)
         ledger.close()
     (line,) = warnings(capsys, tmp_path / "goodput.bin")
-    assert "No space left on device; the training goes on" in line
+    assert "No space left on device; the training continues" in line
 
 
 def test_a_backup_on_a_full_disk_ends_the_training_with_its_path(trainer, tmp_path):
