@@ -25,6 +25,7 @@ _MOST = 4096  # bytes of a task's line that are read
 # A difference in these is a warning; in the others it is an error.
 _MAY_DIFFER = ("python", "numpy", "script")
 
+devices = ""  # the number of devices of this task that have a replica, if it has any
 configuration = ""  # its checksum; empty if the task has no configuration
 script = ""  # its path; empty means the main module's
 
@@ -49,7 +50,7 @@ def own() -> dict[str, str]:
     """Returns the versions of this task, and checksums of its script and its configuration."""
     path = pathlib.Path(script or getattr(sys.modules.get("__main__"), "__file__", None) or "")
     versions = {**_packages(), "script": checksum(path.read_bytes()) if path.is_file() else ""}
-    return {**versions, "configuration": configuration}
+    return {**versions, "configuration": configuration, "devices": devices}
 
 
 def checksum(content: bytes) -> str:
@@ -88,6 +89,8 @@ def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Ite
             if here and there and here != there:
                 if name in ("script", "configuration"):
                     sentence = f"{task} has another {name} than {title}"
+                elif name == "devices":
+                    sentence = f"{task} has {there} devices with a replica (strategy.devices), {title} {here}"
                 else:
                     sentence = f"{task} runs {_TITLES.get(name, name)} {there}, {title} {here}"
                 yield name not in _MAY_DIFFER, sentence

@@ -44,7 +44,8 @@ class TrainConfig:
         initial_weights: A `.weights.h5` or `.keras` file of this model; the training starts from its weights. Empty means no file.
         seed: Seed of the initial weights, the order of the data and the dropout masks.
         compression: The compression of gradients.
-        deterministic: Use only TensorFlow operations whose results are bitwise reproducible; slower on GPUs.
+        deterministic: Use only TensorFlow operations whose results are bitwise reproducible, each on one thread unless TF_NUM_INTRAOP_THREADS
+            is set, so that machines with different numbers of cores compute the same bits; slower.
         optimizer: The optimizer and its arguments.
         learning_rate: The learning rate.
         learning_rate_scaling: How the learning rate grows with the number of replicas: `"none"`, `"linear"` or `"sqrt"`.

@@ -288,8 +288,9 @@ def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
 def _known_replicas(strategy: StrategyConfig, traits: StrategyTraits, workers: int) -> int:
     """Returns the number of replicas if it is known without TensorFlow, else 0."""
     if traits.several_processes:
-        # A worker has a replica for each GPU. The number of GPUs is unknown here, so only a batch that no multiple of `workers` divides is an error.
-        return max(workers, 0)
+        # Without names, a worker has a replica for each GPU. Their number is unknown here, so only a batch that no multiple of `workers` divides
+        # is an error.
+        return max(workers, 0) * (len(strategy.device_names) or 1 if strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 1)
     if traits.asynchronous or traits.devices == "one":  # each step runs on one worker, or on one device
         return 1
     return len(strategy.device_names) if traits.devices == "each" and strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0

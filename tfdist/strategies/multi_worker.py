@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Structure
-from tfdist.cluster import ClusterSpec, connection_timeout, preflight
+from tfdist.cluster import ClusterSpec, connection_timeout, preflight, task_versions
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
 from tfdist.collectives import hardware, transport_choice
@@ -121,6 +121,7 @@ def multi_worker_mirrored(
     """
     if cluster is None and (hint := discovery.misconfiguration_hint()):
         logger.warning(f"training on this host alone, though {hint}.")
+    startup.check_devices(config)
     resolver = None
     watched: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
     if cluster is not None:
@@ -144,6 +145,7 @@ def multi_worker_mirrored(
                 raise startup.already_started_error("multi_worker_mirrored cannot be created")
             _allow_overlap_on_one_core()
             _extend_heartbeat_timeout(spec)
+            task_versions.devices = str(len(config.device_names or tf.config.list_physical_devices("GPU")) or 1)
             watched = preflight.startup_barrier(spec, task, start_timeout)
     options = tf.distribute.experimental.CommunicationOptions(
         timeout_seconds=config.timeout_seconds or None,

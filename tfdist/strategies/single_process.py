@@ -12,7 +12,6 @@ from tfdist.collectives.communicator import tree_sum
 from tfdist.compat import tf_strategies
 from tfdist.compat.tf_internals import SyncOnReadVariable
 from tfdist.config import StrategyConfig
-from tfdist.errors import ConfigError
 from tfdist.strategies import startup
 from tfdist.strategies.base import KerasStrategy, UniqueCollectiveKeys
 
@@ -50,15 +49,6 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
         return SyncOnReadVariable(self, [component.get() for component in components], kwargs["aggregation"])
 
 
-def _check_devices(config: StrategyConfig) -> None:
-    """Raises ConfigError if a device does not exist: TensorFlow would silently use the CPU."""
-    here = [device.name.removeprefix("/device:") for device in tf.config.list_logical_devices()]
-    for name in config.device_names:
-        short = name.upper().rpartition("DEVICE:")[2].lstrip("/")
-        if not name.startswith("/job:") and (short if ":" in short else f"{short}:0") not in here:
-            raise ConfigError(f"strategy.devices names {name}, which is not there. This process has {', '.join(here)}.")
-
-
 def one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     """Returns a strategy of one device, with one replica.
 
@@ -71,7 +61,7 @@ def one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     Raises:
         ConfigError: This process does not have the device.
     """
-    _check_devices(config)
+    startup.check_devices(config)
     default = "GPU:0" if tf.config.list_logical_devices("GPU") else "CPU:0"
     return OneDeviceStrategy((config.device_names or [default])[0])
 
@@ -89,7 +79,7 @@ def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     Raises:
         ConfigError: This process does not have one of the devices.
     """
-    _check_devices(config)
+    startup.check_devices(config)
     in_order = functools.partial(tf.distribute.ReductionToOneDevice, accumulation_fn=tree_sum)
     # TensorFlow chooses NCCL if there are GPUs.
     operations: dict[str, Callable[[], tf.distribute.CrossDeviceOps | None]] = {
@@ -112,7 +102,7 @@ def central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     Raises:
         ConfigError: This process does not have one of the devices.
     """
-    _check_devices(config)
+    startup.check_devices(config)
     return CentralStorageStrategy(config.device_names or None)
 
 

@@ -27,6 +27,10 @@ def prepare_process(config: TrainConfig) -> None:
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
+        if not tf.config.threading.get_intra_op_parallelism_threads() and "TF_NUM_INTRAOP_THREADS" not in os.environ:
+            tf.config.threading.set_intra_op_parallelism_threads(
+                1
+            )  # sums depend on it: equal on machines with other numbers of cores
     keras.mixed_precision.set_dtype_policy(config.precision)
 
 
