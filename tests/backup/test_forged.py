@@ -11,7 +11,7 @@ import keras
 import numpy as np
 import pytest
 
-from tests.backup.test_storage import ALONE, FOURTEEN, REST, SEVEN, write
+from tests.backup.test_storage import ALONE, FOURTEEN, ONE, REST, SEVEN, write
 from tfdist.backup import contents, state
 from tfdist.backup import storage as storage_lib
 from tfdist.backup.search import find_backup, read_seed
@@ -113,7 +113,7 @@ def test_the_older_one_is_used(tmp_path, capsys, case):
     prepare(tmp_path)
     storage = Storage(str(tmp_path), 0, 1)
     capsys.readouterr()
-    assert find_backup(storage, ALONE, 1).point.step == 7
+    assert find_backup(storage, ALONE, ONE).point.step == 7
     [line] = capsys.readouterr().out.splitlines()
     assert line.endswith("; trying the backup before it")
     assert re.search(sentence, line), line
@@ -124,7 +124,7 @@ def test_the_older_one_is_used(tmp_path, capsys, case):
     assert not os.path.lexists(tmp_path / "step-14")
     write(tmp_path, 14)
     storage_lib.remove_damaged(str(tmp_path))
-    assert find_backup(storage, ALONE, 1).point.step == 14
+    assert find_backup(storage, ALONE, ONE).point.step == 14
     assert not list(tmp_path.glob("damaged-*"))
     if case == "folder is a link":
         assert (tmp_path / "elsewhere" / "manifest.json").exists()
@@ -134,7 +134,7 @@ def test_a_copy_under_a_larger_number_is_not_the_newest(tmp_path, capsys):
     write(tmp_path, 7)
     write(tmp_path, 14)
     shutil.copytree(tmp_path / "step-14", tmp_path / "step-99999")
-    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1).point.step == 14
+    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE).point.step == 14
     assert "step-99999/manifest.json is a copy of that of another backup, of step 14" in capsys.readouterr().out
 
 
@@ -142,7 +142,7 @@ def test_a_list_that_is_no_file_is_left_out(tmp_path):
     write(tmp_path, 7)
     (tmp_path / "checkpoint").unlink()
     os.mkfifo(tmp_path / "checkpoint")
-    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1).point.step == 7
+    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE).point.step == 7
     write(tmp_path, 14)
     assert (tmp_path / "checkpoint").is_file()
 
@@ -154,7 +154,7 @@ def test_no_link_is_written_through(tmp_path, name, kind):
     write(folder, 7)
     victim.write_text("precious")
     (folder / name).symlink_to(victim) if kind == "link" else os.mkfifo(folder / name)
-    assert find_backup(Storage(str(folder), 0, 1), ALONE, 1).point.step == 7
+    assert find_backup(Storage(str(folder), 0, 1), ALONE, ONE).point.step == 7
     marker = OwnershipMarker(str(folder))
     marker.acquire()
     marker.check()

@@ -11,12 +11,13 @@ import tensorflow as tf
 
 from tfdist.backup import storage as storage_lib
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
-from tfdist.backup.search import FORMAT, find_backup
+from tfdist.backup.search import FORMAT, Size, find_backup
+from tfdist.backup.state import replica_key
 from tfdist.backup.storage import SHARED, CorruptBackupError, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 
-ALONE = Ranks(None, 0, ["worker:0"])
+ALONE, ONE = Ranks(None, 0, ["worker:0"]), Size(1, 1)
 
 
 SEVEN, FOURTEEN = SavePoint(7, False), SavePoint(14, False)
@@ -28,7 +29,12 @@ def write(folder, step, keep=2, ranks=1, replicas=1, epoch_ended=False):
     point = SavePoint(step, epoch_ended)
     all_ranks = [Storage(str(folder), rank, ranks) for rank in range(ranks)]
     for one in reversed(all_ranks):
-        one.write_part(point, one.part, {"own/0": np.full(100, step + one.rank, np.float32), "rest": REST})
+        local = replicas // ranks
+        own = {
+            replica_key(number, "own"): np.full(100, step + number, np.float32)
+            for number in range(one.rank * local, one.rank * local + local)
+        }
+        one.write_part(point, one.part, {**own, "of the task": np.int64(one.rank), "rest": REST})
     all_ranks[0].write_part(point, SHARED, {"a": np.arange(1000, dtype=np.float32) * step, "b/c": np.int64(step)})
     values = {
         "format": FORMAT,
@@ -54,14 +60,14 @@ def files(folder):
 
 
 def test_what_is_written_is_read(tmp_path):
-    assert find_backup(Storage(str(tmp_path / "new"), 0, 1), ALONE, 1) is None
+    assert find_backup(Storage(str(tmp_path / "new"), 0, 1), ALONE, ONE) is None
     write(tmp_path, 7)
     write(tmp_path, 14)
-    found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
+    found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE)
     assert (found.point, found.manifest["step"]) == (FOURTEEN, 14)
     np.testing.assert_array_equal(found.shared["a"], np.arange(1000, dtype=np.float32) * 14)
     assert found.shared["a"].dtype == np.float32
-    assert (found.shared["b/c"], found.own["own/0"][0], bytes(found.own["rest"])) == (14, 14, REST)
+    assert (found.shared["b/c"], found.own[replica_key(0, "own")][0], bytes(found.own["rest"])) == (14, 14, REST)
 
 
 def test_of_two_backups_of_a_step_the_one_of_the_epochs_end_is_newer(tmp_path):
@@ -70,7 +76,7 @@ def test_of_two_backups_of_a_step_the_one_of_the_epochs_end_is_newer(tmp_path):
     folders = ["step-10-end", "step-10", "step-9-end", "step-9"]
     assert [point.folder for point in Storage(str(tmp_path), 0, 1).points()] == folders
     assert tf.train.latest_checkpoint(str(tmp_path)) == str(tmp_path / "step-10-end" / SHARED)
-    found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
+    found = find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE)
     assert found.point == SavePoint(10, True)
     storage_lib.set_damaged_aside(Storage(str(tmp_path), 0, 1), SavePoint(9, True))
     storage_lib.remove_damaged(str(tmp_path))
@@ -121,7 +127,7 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
     write(tmp_path, 14)
     damage(kind, tmp_path / "step-14" / name)
     storage = Storage(str(tmp_path), 0, 1)
-    assert find_backup(storage, ALONE, 1).point.step == 7
+    assert find_backup(storage, ALONE, ONE).point.step == 7
     line = capsys.readouterr().out
     assert "step-14" in line and "trying the backup before it" in line
     storage_lib.set_damaged_aside(storage, SEVEN)
@@ -130,14 +136,14 @@ def test_a_damaged_backup_is_left_for_the_one_before_it(tmp_path, capsys, kind, 
 
     damage(kind, tmp_path / "step-7" / name)
     with pytest.raises(BackupError, match=r"holds backups, but none is whole: .*step-7.*remove that folder"):
-        find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
+        find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE)
     assert (tmp_path / "step-7").exists(), "what there is left is not thrown away"
 
 
 def test_a_file_in_the_place_of_a_backup_is_passed_over(tmp_path, capsys):
     write(tmp_path, 7)
     (tmp_path / "step-99").write_text("")
-    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1).point.step == 7
+    assert find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE).point.step == 7
 
 
 @pytest.mark.parametrize("name", FILES[1:])
@@ -157,12 +163,12 @@ def test_every_byte_counts(tmp_path, name):
 def test_one_that_was_never_finished_is_no_backup(tmp_path, capsys):
     one = Storage(str(tmp_path), 0, 1)
     one.write_part(SEVEN, one.part, {"own": np.zeros(3)})
-    assert find_backup(one, ALONE, 1) is None, "nothing is lost"
+    assert find_backup(one, ALONE, ONE) is None, "nothing is lost"
     one.clean(after=BEFORE_ALL)
     assert files(tmp_path) == []
     write(tmp_path, 7)
     one.write_part(FOURTEEN, one.part, {"own": np.zeros(3)})
-    assert find_backup(one, ALONE, 1).point.step == 7
+    assert find_backup(one, ALONE, ONE).point.step == 7
     assert "step-14 was not finished" in capsys.readouterr().out
 
 
@@ -173,18 +179,50 @@ def test_what_is_left_of_a_write_is_removed(tmp_path):
     for name in ("rank-0.data-00000-of-00001.tempstate123", "shared.data-00000-of-00001", "manifest.json.partial"):
         (folder / name).write_text("half")
     (folder / "rank-1.index").write_text("another rank's")
-    Storage(str(tmp_path), 0, 1).clean(after=SEVEN)
+    Storage(str(tmp_path), 0, 2).clean(after=SEVEN)
     assert files(folder) == ["rank-1.index"]
+    Storage(str(tmp_path), 0, 1).clean(after=SEVEN)  # whose run has no rank 1
+    assert not folder.exists()
 
 
 @pytest.mark.parametrize(("ranks", "replicas"), [(2, 2), (1, 2)])
-def test_another_cluster_is_refused(tmp_path, ranks, replicas):
+def test_another_number_of_tasks_under_parameter_servers_is_rejected(tmp_path, ranks, replicas):
     write(tmp_path, 7, ranks=ranks, replicas=replicas)
     with pytest.raises(
         ConfigError, match=rf"made with tasks: {ranks}, replicas: 2; this run has tasks: 1, replicas: 1"
     ):
-        find_backup(Storage(str(tmp_path), 0, 1), ALONE, 1)
+        find_backup(Storage(str(tmp_path), 0, 1), ALONE, Size(1, 1, is_fixed=True))
     assert (tmp_path / "step-7" / "manifest.json").exists()
+
+
+@pytest.mark.parametrize("saved", [1, 2, 4])
+@pytest.mark.parametrize("tasks", [1, 2, 4])
+def test_a_rank_reads_its_replicas_from_the_parts_of_any_number_of_ranks(tmp_path, monkeypatch, saved, tasks):
+    monkeypatch.setattr(Ranks, "gather", lambda self, *numbers: np.array([numbers] * self.size, np.float64))
+    write(tmp_path, 7, ranks=saved, replicas=4)
+    local = 4 // tasks
+    for rank in reversed(range(tasks)):
+        for other in range(tasks):
+            (tmp_path / f"rank-{other}.probe").write_text("x")
+        ranks = Ranks(None, rank, ["worker:0"] * tasks)
+        own = find_backup(Storage(str(tmp_path), rank, tasks), ranks, Size(tasks, 4)).own
+        for replica in range(rank * local, rank * local + local):
+            np.testing.assert_array_equal(own[replica_key(replica, "own")], 7 + replica)
+        assert own["of the task"] == rank * local // (4 // saved)
+
+
+def test_another_number_of_replicas_reads_all_of_them(tmp_path):
+    write(tmp_path, 7, ranks=2, replicas=4)
+    own = find_backup(Storage(str(tmp_path), 0, 1), ALONE, Size(1, 3)).own
+    assert [own[replica_key(replica, "own")][0] for replica in range(4)] == [7, 8, 9, 10]
+    assert own["of the task"] == 0
+
+
+def test_another_format_is_rejected_by_its_number(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "FORMAT", 1)
+    write(tmp_path, 7)
+    with pytest.raises(ConfigError, match=r"it has format 1, and this version reads format 2"):
+        find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE)
 
 
 def test_the_manifest_waits_for_all_parts(tmp_path):

@@ -8,7 +8,7 @@ import subprocess
 
 import pytest
 
-from tests.backup.test_storage import ALONE, FILES, files, write
+from tests.backup.test_storage import ALONE, FILES, ONE, files, write
 from tests.helpers.unprivileged import open_folder, unprivileged
 from tfdist.backup import search
 from tfdist.backup.search import find_backup, read_seed
@@ -26,7 +26,7 @@ def folder(monkeypatch):
 
 
 def find(folder):
-    return find_backup(Storage(str(folder), 0, 1), ALONE, 1)
+    return find_backup(Storage(str(folder), 0, 1), ALONE, ONE)
 
 
 @pytest.mark.parametrize("name", ["", *FILES])
@@ -101,7 +101,7 @@ def test_a_mount_that_is_gone_is_no_new_training(tmp_path, monkeypatch):
     assert not progress.uses_tfdist(tmp_path / "progress")
     had_backup = progress.had_backup(str(mount / "backup"))
     with pytest.raises(BackupError, match="holds no backup, though this run saved one there before it was restarted"):
-        find_backup(Storage(str(mount / "backup"), 0, 1), ALONE, 1, had_backup)
+        find_backup(Storage(str(mount / "backup"), 0, 1), ALONE, ONE, had_backup)
     assert not progress.had_backup(str(mount / "fit-2"))
     progress.note_backup(str(mount / "backup"), exists=False)
     assert not progress.had_backup(str(mount / "backup"))

@@ -104,7 +104,14 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
             "1 to 256 virtual CPUs, or device names. Received: 257.",
         ),
         ({"strategy": StrategyConfig("mirrored", devices="9" * 5000)}, "1 to 256 virtual CPUs"),
-        ({"strategy": StrategyConfig("multi_worker_mirrored", devices=2)}, "does not apply to multi_worker_mirrored"),
+        (
+            {"strategy": StrategyConfig("multi_worker_mirrored", devices="CPU:0,cpu:0")},
+            "strategy.devices names a device twice",
+        ),
+        (
+            {"strategy": StrategyConfig("parameter_server", devices=2), "cluster": ClusterConfig(ps=1)},
+            "does not apply to parameter_server",
+        ),
         ({"strategy": StrategyConfig(devices="GPU:0,GPU:1")}, "one_device takes one device. Received: 'GPU:0,GPU:1'"),
         ({"cluster": ClusterConfig(workers=0)}, "cluster.workers must be 1 to 10000. Received: 0."),
         ({"cluster": ClusterConfig(workers=2)}, "'one_device' trains in one process, but cluster.workers is 2"),

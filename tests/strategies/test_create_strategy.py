@@ -47,7 +47,8 @@ def test_communication_options_pass_through(trainer):
         (["multi_worker_mirrored"], {"transport": "grpcs"}, "did you mean 'grpc'?"),
         (["mirrored"], {"transport": "mpi"}, "strategy.transport=mpi is for multi_worker_mirrored"),
         (["multi_worker_mirrored"], {"transport": "ucx"}, "Known: auto, gloo, grpc, mpi, nccl, shared_memory"),
-        (["multi_worker_mirrored"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),
+        (["multi_worker_mirrored"], {"devices": "GPU:0"}, "strategy.devices names GPU:0, which is not there"),
+        (["parameter_server"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),
         (
             ["mirrored"],
             {"devices": "GPU:9"},
@@ -101,7 +102,7 @@ def test_tensorflow_in_use_before_a_multi_worker_strategy_is_named(monkeypatch):
         (
             {"worker": ["h:1"]},
             ("worker", 0),
-            "add addresses to job 'chief' and 'ps'. Received: worker (1). Of a scheduler's ranks,",
+            "add addresses to job 'chief' and 'ps'. Received: worker (1). Under a scheduler, set",
         ),
         ({"chief": ["h:1"], "worker": ["h:2"]}, ("chief", 0), "job 'ps'. Received: chief (1), worker (1)."),
         (

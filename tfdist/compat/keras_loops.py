@@ -33,7 +33,6 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist.aliases import Function, Logs, Structure
 from tfdist.compat import keras_metrics, tf_internals
-from tfdist.config.strategy_traits import traits_of
 
 __all__ = [
     "ArrayDataAdapter",
@@ -170,10 +169,8 @@ def as_arrays(outputs: Structure) -> Structure:
     return keras.tree.map_structure(convert_to_np_if_not_ragged, outputs)
 
 
-def concatenate_replicas(outputs: Structure, strategy: tf.distribute.Strategy) -> Structure:
+def concatenate_replicas(outputs: Structure, strategy: tf.distribute.Strategy, several_processes: bool) -> Structure:
     """Returns the concatenated outputs of all replicas of all workers, in the replicas' order. A collective."""
-    if (
-        traits_of(strategy).several_processes and tf_internals.num_replicas(strategy) > 1
-    ):  # Keras orders by local replica
+    if several_processes and tf_internals.num_replicas(strategy) > 1:  # Keras would order by local replica
         return tf.nest.map_structure(lambda values: strategy.gather(values, axis=0), outputs)
     return reduce_per_replica(outputs, strategy, reduction="concat")

@@ -374,7 +374,7 @@ class Prediction:
         with declared_weights.combining(self._strategy, self._model, trains=False) as combine:
             outputs, examples = self._strategy.run(replica, args=(data,))
             combine(examples)
-        return keras_loops.concatenate_replicas(outputs, self._strategy)
+        return keras_loops.concatenate_replicas(outputs, self._strategy, self._strategy.traits.several_processes)
 
     def _context(self, data: SplitBatch) -> StepContext:
         rows, position = batch_splitting.examples(data.batch), None
