@@ -27,29 +27,32 @@ CASES = (
 )
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
 TRAININGS = [f"{case}:{compression}" for compression in COMPRESSIONS for case in CASES]
+QUICK = ("cnn:none", "executions:int8", "transformer:powersgd", "embedding:bf16")
 SIX = ("cnn:none",)  # with six replicas
-QUICK = ("cnn:int8", "transformer:powersgd", "embedding:bf16", "executions:none")
 # Workers, the devices of each, and how their gradients travel; one alone sends none.
 QUICK_CLUSTERS = ((2, 2, "shared_memory"), (4, 1, "grpc"))
 CLUSTERS = (*QUICK_CLUSTERS, (2, 2, "grpc"), (4, 1, "shared_memory"), (1, 4, "grpc"))
 CLUSTERS_OF_SIX = ((6, 1, "shared_memory"), (6, 1, "grpc"), (3, 2, "shared_memory"), (3, 2, "grpc"), (1, 6, "grpc"))
 
-
-def together(training):
-    """Returns the trainings that the same processes run: those of the first tier, or of the same compression."""
-    if training in QUICK:
-        return QUICK
-    compression = training.partition(":")[2]
-    return [each for each in TRAININGS if each not in QUICK and each.endswith(f":{compression}")]
-
-
+# In `make test-all` one cluster runs a training: another one for each compression of a case, and for each case of a compression.
 EVERY = [(*cluster, training) for cluster in CLUSTERS for training in TRAININGS]
 QUICK_ONES = [(*cluster, training) for cluster in QUICK_CLUSTERS for training in QUICK]
+NEXT_ONES = [(*CLUSTERS[sum(divmod(i, len(CASES))) % len(CLUSTERS)], each) for i, each in enumerate(TRAININGS)]
+FULL_ONES = [each for each in NEXT_ONES if each not in QUICK_ONES]
+SLOW_ONES = [each for each in EVERY if each not in {*QUICK_ONES, *FULL_ONES}]
 
 
-def check_alike(runs, workers, devices, transport, training, group):
-    """Compares each worker with one process that has all replicas."""
-    (expected,) = runs("mirrored", "any_size_program", str(workers * devices), *group)[0]
+def of_one_run(of_one_compression, cluster, training):
+    """Returns the trainings of a cluster that the same processes run: those of a tier, in `make slow` those of one compression."""
+    tier = next(ones for ones in (QUICK_ONES, FULL_ONES, SLOW_ONES) if (*cluster, training) in ones)
+    found = [each for *other, each in tier if tuple(other) == cluster]
+    return [each for each in found if each in of_one_compression] if tier is SLOW_ONES else found
+
+
+def check_alike(runs, cluster, training, reference, group):
+    """Compares each worker with one process that has all replicas. The trainings that run in the same processes: `reference`, `group`."""
+    workers, devices, transport = cluster
+    (expected,) = runs("mirrored", "any_size_program", str(workers * devices), *reference)[0]
     how = {"size": workers, "transport": transport}
     ranks = runs("multi_worker_mirrored", "any_size_program", str(devices), *group, **how)[0]
     assert len(ranks) == workers
@@ -59,15 +62,18 @@ def check_alike(runs, workers, devices, transport, training, group):
             assert found == expected[training][kind], kind
 
 
-@pytest.mark.parametrize(("workers", "devices", "transport", "training"), tiers.cases(EVERY, QUICK_ONES))
+@pytest.mark.parametrize(("workers", "devices", "transport", "training"), tiers.cases(EVERY, QUICK_ONES, SLOW_ONES))
 def test_four_replicas_train_to_the_same_bits_in_any_processes(runs, workers, devices, transport, training):
-    check_alike(runs, workers, devices, transport, training, together(training))
+    compression, cluster = training.partition(":")[2], (workers, devices, transport)
+    alike = [each for each in TRAININGS if each not in QUICK and each.endswith(f":{compression}")]
+    reference = QUICK if training in QUICK else alike
+    check_alike(runs, cluster, training, reference, of_one_run(reference, cluster, training))
 
 
 @pytest.mark.full
 @pytest.mark.parametrize(("workers", "devices", "transport"), CLUSTERS_OF_SIX)
 def test_so_do_six(runs, workers, devices, transport):
-    check_alike(runs, workers, devices, transport, *SIX, SIX)
+    check_alike(runs, (workers, devices, transport), *SIX, SIX, SIX)
 
 
 def test_the_trainings_differ_and_learn(runs):
