@@ -97,7 +97,7 @@ def cnn():
             keras.layers.ReLU(),
             keras.layers.Dropout(0.3),
             keras.layers.Flatten(),
-            keras.layers.Dense(16),
+            keras.layers.Dense(64),  # whose gradient is too long for one gather
             keras.layers.Lambda(lambda x: x + tf.random.normal(tf.shape(x)) * 0.01),
             Noise(),
             keras.layers.Dense(10),
