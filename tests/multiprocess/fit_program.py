@@ -1,7 +1,7 @@
 """Everything that `fit` takes. Arguments: strategy, output folder, names of cases (without any, all). In `bare CASE` the model's own
 `fit` is called under the strategy.
 
-`stock` is the reference: plain Keras on one device, without tfdist. `arithmetic` is what it must train, without Keras' `fit`.
+`multi_worker_mirrored:2` gives each worker two replicas. `stock` is the reference: plain Keras on one device, without tfdist. `arithmetic` is what it must train, without Keras' `fit`.
 Elsewhere the same cases go through the Trainer.
 """
 
@@ -17,8 +17,10 @@ trainer = None
 if name not in ("stock", "arithmetic"):
     import tfdist
 
-    options = {"devices": 2} if name in ("mirrored", "central_storage") else harness.transport()
-    trainer = tfdist.Trainer(name, **options)
+    strategy, _, devices = name.partition(":")
+    options = {"devices": 2} if strategy in ("mirrored", "central_storage") else harness.transport()
+    options |= {"devices": int(devices)} if devices else {}
+    trainer = tfdist.Trainer(strategy, **options)
 RANK = trainer.task.index if trainer else 0
 
 import keras  # noqa: E402 (the strategy comes first)

@@ -5,6 +5,7 @@ import re
 import numpy as np
 import pytest
 
+from tests.helpers import tiers
 from tests.multiprocess import harness
 from tests.multiprocess.test_strategies import difference
 
@@ -145,6 +146,23 @@ BETWEEN_WORKERS = [
     "rows_of_words",
     "inf_on_one_replica",
 ]
+# Trained by two workers of two replicas each, too.
+QUICK_OF_FOUR = ("short_last_batch", "masked_steps", "rows_of_words")
+OF_FOUR = (
+    *QUICK_OF_FOUR,
+    "dict_dataset",
+    "string_lookup",
+    "ragged",
+    "odd_first_batch",
+    "sample_weight_and_validation_split",
+    "own_steps",
+    "summed_loss",
+    "loss_of_one_number",
+    "metrics_with_state",
+    "executions_of_4",
+    "eager",
+    "accumulation_with_everything",
+)
 
 
 def marks(strategy, case):
@@ -211,6 +229,16 @@ def test_two_replicas_train_what_one_process_does(plain, ranks, strategy, case):
         assert difference(results[case]["history"], plain(case)["history"]) < 1e-5
         assert difference(results[case]["weights"], plain(case)["weights"]) < 1e-5
         assert difference(results[case]["slots"], plain(case)["slots"]) < 1e-4
+
+
+@pytest.mark.parametrize("case", tiers.cases(OF_FOUR, QUICK_OF_FOUR))
+def test_so_do_two_workers_of_two_replicas_each(stock, runs, case):
+    alike = [each for each in OF_FOUR if (each in QUICK_OF_FOUR) == (case in QUICK_OF_FOUR)]
+    expected = stock(*alike)[case]
+    for results in runs("multi_worker_mirrored:2", "fit_program", *alike)[0]:
+        assert difference(results[case]["history"], expected["history"]) < 1e-5
+        assert difference(results[case]["weights"], expected["weights"]) < 1e-5
+        assert difference(results[case]["slots"], expected["slots"]) < 1e-4
 
 
 @with_two_replicas(BARE, "bare ")

@@ -280,6 +280,9 @@ class CrossProcessCommunicator(Communicator):
         return tf.boolean_mask(values, present), tf.boolean_mask(indices, present)
 
     def _launch(self, collective: Any, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
+        # TensorFlow gathers no bfloat16.
+        if collective is tf_cluster.all_gather and tensor.dtype == tf.bfloat16:
+            return tf.bitcast(self._launch(collective, tf.bitcast(tensor, tf.float16), key, **how), tf.bfloat16)
         options = tf_cluster.options(self._launcher)
         with tf.device(tf_cluster.device(self._launcher)):
             return collective(
