@@ -375,7 +375,7 @@ def train(
         elements["train_data"] = data.element_spec
         return data
 
-    eval_data = task_checks.checked_data(config.task, "eval_data", task.eval_data(batch_size), optional=True)
+    eval_data = task_checks.checked_data(config.task, "eval_data", task.eval_data(batch_size), is_validation=True)
     elements["eval_data"] = getattr(eval_data, "element_spec", None)
     with task_checks.explaining_first_step(config.task, model, first, elements):
         history = trainer.fit(
