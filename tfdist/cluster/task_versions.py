@@ -25,8 +25,8 @@ _MOST = 4096  # bytes of a task's line that are read
 # A difference in these is a warning; in the others it is an error.
 _MAY_DIFFER = ("python", "numpy", "script")
 
-configuration = ""  # its checksum; empty if the task has no configuration
-script = ""  # its path; empty means the main module's
+configuration = ""  # checksum of the task's configuration; empty if it has none
+script = ""  # path of the task's script; empty means the main module
 
 
 def distribution(package: str) -> importlib.metadata.Distribution | None:
@@ -58,7 +58,7 @@ def checksum(content: bytes) -> str:
 
 
 def encode() -> bytes:
-    """Returns `own`, as one line."""
+    """Returns the result of `own` as one line of JSON."""
     return json.dumps(own()).encode()
 
 
@@ -84,10 +84,10 @@ def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Ite
     tasks = {**others, "this task": own()}
     for task, theirs in tasks.items():
         for name in expected:
-            here, there = expected[name], theirs.get(name)
-            if here and there and here != there:
+            wanted, actual = expected[name], theirs.get(name)
+            if wanted and actual and wanted != actual:
                 if name in ("script", "configuration"):
                     sentence = f"{task} has another {name} than {title}"
                 else:
-                    sentence = f"{task} runs {_TITLES.get(name, name)} {there}, {title} {here}"
+                    sentence = f"{task} runs {_TITLES.get(name, name)} {actual}, {title} {wanted}"
                 yield name not in _MAY_DIFFER, sentence
