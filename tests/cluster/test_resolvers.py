@@ -254,11 +254,15 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
         ({"SLURM_STEP_ID": "0"}, "auto", "slurm: SLURM_PROCID must be set where SLURM_STEP_ID is."),
         ({**RECORDED_SLURM, "SLURM_STEP_NODELIST": "n[3-1]"}, "auto", "slurm: a node list must be such as"),
         ({**RECORDED_SLURM, "SLURM_STEP_TASKS_PER_NODE": "2"}, "auto", "1 nodes, 2 tasks on 1 nodes, 3 tasks"),
-        (slurm("a,b", "1,2", 1, 0, 0), "auto", "slurm: task 1 is task 0 of node 0, which no known distribution makes"),
+        (
+            slurm("a,b", "1,2", 1, 0, 0),
+            "auto",
+            "slurm: task 1 is task 0 of node 0, not where SLURM_DISTRIBUTION places it among",
+        ),
         (
             slurm("a,b", "1,1", 0, 0, 0, SLURMD_NODENAME="b"),
             "auto",
-            "slurm: task 0 is task 0 of node 0 (b), which no known",
+            "slurm: task 0 is task 0 of node 0 (b), not where SLURM_DISTRIBUTION",
         ),
         ({"SM_HOSTS": "algo-1"}, "auto", 'sagemaker: SM_HOSTS must be a list such as ["algo-1", "algo-2"].'),
         ({"SM_HOSTS": '["a", "b"]', "SM_CURRENT_HOST": "c"}, "auto", "SM_CURRENT_HOST must be one of SM_HOSTS, a, b."),
@@ -284,7 +288,7 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
         (
             {**RECORDED_HETEROGENEOUS, "SLURM_JOB_NODELIST_PACK_GROUP_0": "node[0-1]"},
             "auto",
-            "components that share a node are not known. Received: node0, node1, node0.",
+            "components that share a node are not supported; give each its own nodes. Received: node0, node1, node0.",
         ),
         ({}, "slrum", "unknown cluster source 'slrum'; did you mean 'slurm'?"),
         (

@@ -57,7 +57,7 @@ def test_a_fault_of_a_schedule_is_one_sentence(fields, said):
                 "strategy": StrategyConfig("parameter_server"),
                 "cluster": ClusterConfig(workers=2, ps=1),
             },
-            "learning_rate_scaling 'linear' is not possible under parameter_server, whose steps are one worker's; use none.",
+            "learning_rate_scaling 'linear' is not possible under parameter_server, where each step runs on one worker; use none.",
         ),
     ],
 )

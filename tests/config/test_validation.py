@@ -174,7 +174,7 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
             "task_options.layers must be 0 to 1000000000.",
         ),
         ({"global_batch_size": 0}, "Exactly one of global_batch_size and per_replica_batch_size must be set"),
-        ({"per_replica_batch_size": 8}, "the other be 0. Received: 32 and 8."),
+        ({"per_replica_batch_size": 8}, "the other must be 0. Received: 32 and 8."),
         (
             {"global_batch_size": -32, "per_replica_batch_size": 32},
             "global_batch_size must be 0 to 2147483647. Received: -32.",

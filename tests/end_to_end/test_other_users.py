@@ -99,7 +99,7 @@ ROWS = {
     "workdir: partial files as links": (
         planted(*(f"ln -s /tmp/victim {name}.partial" for name in ("config.json", "goodput.bin", "summary.json"))),
         f"{TRAIN}",
-        refused("is a symbolic link of user 65534, by which the run would write elsewhere: remove it"),
+        refused("is a symbolic link of user 65534, through which the run would write elsewhere: remove it"),
     ),
     "workdir: a folder as a link": (
         planted("ln -s /tmp/victims logs"),

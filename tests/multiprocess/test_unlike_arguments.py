@@ -10,7 +10,7 @@ from tests.multiprocess import harness
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
 
-ORDER = "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received:"
+ORDER = "The dataset must yield the same elements in the same order on all workers, because each worker trains on its share. Received:"
 
 PROGRAM = "All workers must run the same program. Received:"
 
@@ -20,7 +20,7 @@ PROGRAM = "All workers must run the same program. Received:"
     [
         ("lengths", "length of x must be the same on all workers of a fit. Received: 64 on worker:0, 48 on worker:1."),
         ("epochs", "epochs must be the same on all workers of a fit. Received: 1 on worker:0, 2 on worker:1."),
-        ("validation", "validation_data given must be the same"),
+        ("validation", "validation_data given (1) or None (0) must be the same"),
         ("batches", "length of x must be the same on all workers of a fit. Received: 4 on worker:0, 3 on worker:1."),
         ("shuffled", f"{ORDER} shuffle(buffer_size=64, seed="),
         ("batched", f"{ORDER} batch(batch_size=16) on worker:0, batch(batch_size=17) on worker:1. Seeds differ if"),

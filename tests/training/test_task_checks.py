@@ -79,7 +79,10 @@ def test_what_cannot_be_trained_is_a_sentence(monkeypatch, tmp_path, method, val
 
 
 def test_a_task_that_takes_no_options_is_a_sentence(monkeypatch, tmp_path):
-    with pytest.raises(ConfigError, match=r"task .* must take its options, as Task does: TypeError: "):
+    with pytest.raises(
+        ConfigError,
+        match=r"the constructor of task .* must accept the options, as that of tfdist.Task does: TypeError: ",
+    ):
         run(monkeypatch, tmp_path, type("Own", (Digits,), {"__init__": lambda self: None}), 2)
 
 

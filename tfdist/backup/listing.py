@@ -49,7 +49,7 @@ class Listed:
             "state": self.state,
             "why": self.why,
             "task": config.get("task"),
-            "strategy": config.get("strategy", {}).get("name"),
+            "strategy": self.manifest.get("strategy"),
         }
 
 

@@ -26,8 +26,8 @@ _MOST = 4096  # bytes of a task's line that are read
 _MAY_DIFFER = ("python", "numpy", "script")
 
 devices = ""  # the number of devices of this task that have a replica, if it has any
-configuration = ""  # its checksum; empty if the task has no configuration
-script = ""  # its path; empty means the main module's
+configuration = ""  # checksum of the task's configuration; empty if it has none
+script = ""  # path of the task's script; empty means the main module
 
 
 def distribution(package: str) -> importlib.metadata.Distribution | None:
@@ -59,7 +59,7 @@ def checksum(content: bytes) -> str:
 
 
 def encode() -> bytes:
-    """Returns `own`, as one line."""
+    """Returns the result of `own` as one line of JSON."""
     return json.dumps(own()).encode()
 
 
@@ -85,12 +85,12 @@ def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Ite
     tasks = {**others, "this task": own()}
     for task, theirs in tasks.items():
         for name in expected:
-            here, there = expected[name], theirs.get(name)
-            if here and there and here != there:
+            wanted, actual = expected[name], theirs.get(name)
+            if wanted and actual and wanted != actual:
                 if name in ("script", "configuration"):
                     sentence = f"{task} has another {name} than {title}"
                 elif name == "devices":
-                    sentence = f"{task} has {there} devices with a replica (strategy.devices), {title} {here}"
+                    sentence = f"{task} has {actual} devices with a replica (strategy.devices), {title} {wanted}"
                 else:
-                    sentence = f"{task} runs {_TITLES.get(name, name)} {there}, {title} {here}"
+                    sentence = f"{task} runs {_TITLES.get(name, name)} {actual}, {title} {wanted}"
                 yield name not in _MAY_DIFFER, sentence

@@ -2,7 +2,7 @@
 
     tfdist doctor [--json] [--[no]devices]   # or python -m tfdist.doctor; exits with 1 if a problem would stop a run
 
-`--no-devices` skips the check of devices, which loads TensorFlow and takes some seconds. Run it on the machines that will train:
+`--no-devices` skips the check of devices, which loads TensorFlow and takes some seconds. Run the command on the machines that will train:
 `srun -n 4 tfdist doctor`.
 """
 

@@ -46,7 +46,7 @@ from tfdist.runtime.log import logger, print_always
 if TYPE_CHECKING:
     from tfdist.training.trainer import Trainer
 
-_SOURCE = "TFDIST_SOURCE"  # the cluster's source, for the tasks that this command starts; they do not print results, this command does
+_SOURCE = "TFDIST_SOURCE"  # set for the tasks that this command starts: their cluster's source. This command prints the results, not the tasks
 
 
 _FILES = ("config.json", "model.keras", "summary.json")
@@ -79,15 +79,15 @@ def _main(argv: Sequence[str]) -> int:
                 resolved = _find_cluster(command.config)
                 workers = len(resolved.cluster.training_tasks()) if resolved else None
                 _check_evaluator(command.config, resolved)
-            before = FinishedRun(command.config, command.workdir, command.overwrite)
+            finished = FinishedRun(command.config, command.workdir, command.overwrite)
             with collect_errors(faults):
                 if not (
                     resolved and resolved.task.type == "evaluator"
                 ):  # an evaluator may evaluate a finished run's remaining backups
-                    before.check()
+                    finished.check()
             validation.check(command.config, workers, command.faults)
             if not faults:
-                return _run(command.config, command.workdir, resolved, argv, before)
+                return _run(command.config, command.workdir, resolved, argv, finished)
     except (ClusterError, BackupError, WriteError, FloatingPointError) as e:
         logger.error(e)
         return 1
@@ -107,7 +107,7 @@ def _check_evaluator(config: TrainConfig, resolved: ResolvedCluster | None) -> N
         config.cluster.evaluator = 1  # so that the evaluator's requirements are checked, whatever the command line sets
     elif resolved and resolved.source != "tf_config" and config.cluster.evaluator:
         raise ConfigError(
-            f"cluster.evaluator starts a process only if this command starts the tasks, but here {resolved.source} does; leave it at 0 "
+            f"cluster.evaluator starts a process only if this command starts the tasks, but here {resolved.source} starts them; leave it at 0 "
             'and start another process, with TF_CONFIG whose task is {"type": "evaluator", "index": 0}.'
         )
 
@@ -117,7 +117,7 @@ def _run(
     workdir: pathlib.Path,
     resolved: ResolvedCluster | None,
     argv: Sequence[str],
-    before: FinishedRun,
+    finished: FinishedRun,
 ) -> int:
     """Trains as a task of the resolved cluster, or alone, or starts the training tasks; returns the exit code."""
     if resolved is None and (hint := discovery.misconfiguration_hint()):
@@ -127,7 +127,7 @@ def _run(
         if resolved is None or evaluates or resolved.task == resolved.cluster.chief:
             owned.enter_context(own_workdir(workdir, resolved.task.name if resolved and evaluates else ""))
             if not evaluates:
-                before.replace()
+                finished.replace()
         return _run_owned(config, workdir, resolved, argv)
 
 
@@ -157,8 +157,8 @@ def _run_owned(
 class FinishedRun:
     """The finished run in a work directory, if any, which a new run in the directory would replace.
 
-    A run has finished once its `summary.json` exists. Backups beside that file belong to a later run, which continues; or to the finished
-    run, which was killed before it had removed them, and continues. With `backup.delete_checkpoint=false` the finished run's backups stay,
+    A run has finished once its `summary.json` exists. If there are backups, too, the new run continues from them:
+    a later run was interrupted, or the finished run was killed before it removed them. With `backup.delete_checkpoint=false` the finished run's backups stay,
     and a run with more epochs continues from them.
 
     Args:
@@ -170,7 +170,7 @@ class FinishedRun:
     def __init__(self, config: TrainConfig, workdir: pathlib.Path, overwrite: bool):
         self._config, self._workdir, self._overwrite = config, workdir, overwrite
         self._backups = pathlib.Path(config.backup.dir or workdir / "backup")
-        # A task of a supervisor belongs to the run in this directory.
+        # A task that a supervisor started belongs to the run in this directory, so it replaces nothing.
         self._summary = None if _SOURCE in os.environ or progress.restarts() else _read_json(workdir / "summary.json")
         self._kept: list[dict[str, Any]] = []
         if self._summary is not None and config.backup.save_freq != "never":
@@ -236,7 +236,7 @@ def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
 
 @contextlib.contextmanager
 def own_workdir(workdir: pathlib.Path, task: str = "") -> Iterator[None]:
-    """Creates the work directory, and locks it against other runs inside.
+    """Creates the work directory, and locks it against other runs within the context.
 
     Args:
         workdir: The folder.
@@ -251,7 +251,7 @@ def own_workdir(workdir: pathlib.Path, task: str = "") -> Iterator[None]:
         for path in filter(pathlib.Path.is_symlink, workdir.iterdir()):
             if (user := path.lstat().st_uid) not in (os.geteuid(), workdir.stat().st_uid):
                 raise ConfigError(
-                    f"{format_value(str(path))} is a symbolic link of user {user}, by which the run would write elsewhere: remove it, or "
+                    f"{format_value(str(path))} is a symbolic link of user {user}, through which the run would write elsewhere: remove it, or "
                     "choose another --workdir, in which no other user can write."
                 )
         for path in map(workdir.joinpath, _FILES):
@@ -272,7 +272,7 @@ def own_workdir(workdir: pathlib.Path, task: str = "") -> Iterator[None]:
 
 
 def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
-    """Runs this same command as every task of a cluster on this machine; returns the exit code."""
+    """Starts this command again for each task of a cluster on this machine; returns the exit code."""
     if os.path.lexists(logs := workdir / "logs") and not logs.is_dir():
         raise ConfigError(
             f"{format_value(str(logs))} must be a folder for the tasks' output, and is a file: remove it, or choose another --workdir."
@@ -375,7 +375,7 @@ def train(
         elements["train_data"] = data.element_spec
         return data
 
-    eval_data = task_checks.checked_data(config.task, "eval_data", task.eval_data(batch_size), optional=True)
+    eval_data = task_checks.checked_data(config.task, "eval_data", task.eval_data(batch_size), is_validation=True)
     elements["eval_data"] = getattr(eval_data, "element_spec", None)
     with task_checks.explaining_first_step(config.task, model, first, elements):
         history = trainer.fit(

@@ -120,12 +120,12 @@ def variable_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variab
 
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
-    """Returns the variable that counts an optimizer's steps; its property `iterations` counts updates."""
+    """Returns the variable that counts an optimizer's steps. The optimizer's property `iterations` counts updates: fewer, if it accumulates."""
     return next(v for v in optimizer.variables if v.name == OPTIMIZER_SCALARS[0])
 
 
 def learning_rate(optimizer: keras.optimizers.Optimizer) -> Any:
-    """Returns the variable or schedule of an optimizer's learning rate. The property `learning_rate` of the optimizer is the number."""
+    """Returns the variable or schedule of an optimizer's learning rate. Keras' property `learning_rate` returns the current value."""
     return getattr(getattr(optimizer, "inner_optimizer", optimizer), KERAS_RATE)
 
 
@@ -152,7 +152,7 @@ def update_method(optimizer: keras.optimizers.Optimizer) -> Method:
 
 
 def replace_update(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
-    """Replaces the method of `update_method`."""
+    """Replaces the method that `update_method` returns."""
     setattr(optimizer, KERAS_UPDATE, new)
 
 
@@ -202,7 +202,7 @@ def variable_update_methods(optimizer: keras.optimizers.Optimizer) -> tuple[Meth
 
 
 def replace_variable_update(optimizer: keras.optimizers.Optimizer, update_step: Method, weight_decay: Method) -> None:
-    """Replaces the methods of `variable_update_methods`."""
+    """Replaces the methods that `variable_update_methods` returns."""
     setattr(optimizer, KERAS_UPDATE_STEP, update_step)
     setattr(optimizer, KERAS_WEIGHT_DECAY, weight_decay)
 

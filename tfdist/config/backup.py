@@ -53,7 +53,7 @@ class BackupConfig:
 
 
 def folder_faults(field: str, path: str) -> Iterator[str]:
-    """Yields the reasons why a path cannot be a folder on any host.
+    """Yields the reason why a path cannot be a folder. A folder that does not exist yet is no error.
 
     Args:
         field: The field's name, for the message.

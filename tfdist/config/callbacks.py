@@ -82,7 +82,7 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
         text: The field's value.
 
     Raises:
-        ConfigError: The text is not of the form above, or a name or argument of a Keras callback is unknown.
+        ConfigError: The text does not have the form of the module's example, or a name or argument of a Keras callback is unknown.
     """
     faults: list[str] = []
     parsed = []
@@ -110,7 +110,7 @@ def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError
         arguments = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
-        if "None" in arguments or len(arguments) < len(call.keywords):  # **, or a name twice
+        if "None" in arguments or len(arguments) < len(call.keywords):  # `**kwargs`, or a repeated name
             raise ValueError
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ConfigError(
@@ -152,8 +152,8 @@ def _checkpoint_faults(arguments: dict[str, Any]) -> Iterator[str]:
     ends = (".weights.h5",) if weights else (".keras", ".h5")
     received = f"Received: {format_value(path)}"
     if not path.endswith(ends):
-        of = f" with save_weights_only={weights}" if "save_weights_only" in arguments else ""
-        yield f"callbacks: filepath of ModelCheckpoint must end in {' or '.join(ends)}{of}. {received}."
+        condition = f" with save_weights_only={weights}" if "save_weights_only" in arguments else ""
+        yield f"callbacks: filepath of ModelCheckpoint must end in {' or '.join(ends)}{condition}. {received}."
         return
     try:
         names = placeholders(path)
@@ -180,7 +180,7 @@ def placeholders(path: str) -> list[str]:
 
 
 def why_no_file(path: str) -> str:
-    """Returns why a path cannot be a file's path on any host, or an empty text if it can."""
+    """Returns the reason why a path cannot be that of a file, or an empty text. A file that does not exist yet is valid."""
     if "\0" in path:
         return "a path has no null character"
     try:

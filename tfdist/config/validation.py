@@ -96,8 +96,8 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
             yield unknown_name_message("learning_rate_scaling", config.learning_rate_scaling, SCALINGS)
         elif config.learning_rate_scaling != "none" and traits and traits.asynchronous:
             yield (
-                f"learning_rate_scaling {config.learning_rate_scaling!r} is not possible under {config.strategy.name}, whose "
-                "steps are one worker's; use none."
+                f"learning_rate_scaling {config.learning_rate_scaling!r} is not possible under {config.strategy.name}, where "
+                "each step runs on one worker; use none."
             )
     if typed("compression"):
         yield from config.compression.faults()
@@ -128,7 +128,7 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
                 yield from Range(0, MOST_STEPS).faults(field, getattr(config, field))
         elif min(sizes) != 0 or max(sizes) == 0:
             yield (
-                "Exactly one of global_batch_size and per_replica_batch_size must be set, the other be 0. "
+                "Exactly one of global_batch_size and per_replica_batch_size must be set; the other must be 0. "
                 f"Received: {sizes[0]} and {sizes[1]}."
             )
         elif max(sizes) not in _COUNT:

@@ -24,7 +24,8 @@ def build_optimizer(
         steps_per_epoch: The number of steps in an epoch; None if it is unknown.
 
     Raises:
-        ConfigError: The optimizer is unknown, its function does not return one, or the schedule needs an unknown number of steps.
+        ConfigError: Keras has no such optimizer; the user's function raises an error or returns another object; or the schedule needs
+            `steps_per_epoch`, which is None.
     """
     name = config.optimizer.name
     arguments = config.optimizer.arguments()
@@ -44,7 +45,7 @@ def build_optimizer(
             optimizer = make(**arguments)
         except Exception as e:
             raise ConfigError(
-                f"optimizer {name!r} cannot be made of {format_value(sorted(arguments))}: {describe_error(e)}. It must take these arguments."
+                f"optimizer {name!r} raised an error when called with {format_value(sorted(arguments))}: {describe_error(e)}. It must accept these arguments."
             ) from e
         if not isinstance(optimizer, keras.optimizers.Optimizer):
             raise ConfigError(

@@ -38,7 +38,7 @@ _Result = TypeVar("_Result")
 class TensorBoard(keras.callbacks.Callback):
     """Callback that writes a training's scalars for TensorBoard; pass it to `fit` on every worker.
 
-    The chief writes two runs under the tags of `keras.callbacks.TensorBoard`. `train` has `epoch_*` and
+    The chief writes two runs with the same tags as `keras.callbacks.TensorBoard`. `train` has `epoch_*` and
     `epoch_learning_rate` by epoch, and by step `batch_*`, `batch_learning_rate`, `perf/examples_per_second` and
     `perf/step_ms` (the median since the last value, without the first execution of each process, which compiles).
     `validation` has `epoch_*`, and `evaluation_*_vs_iterations` by the optimizer's iterations. Each other worker writes
@@ -120,8 +120,8 @@ class TensorBoard(keras.callbacks.Callback):
         self._first_rate: Any = None  # the learning rate of the first step
         self._local_run = ""  # the run with the measurements of this task
         self._is_chief = True
-        self._goes_on = False  # whether the files in the runs belong to this training
-        self._works = True
+        self._owns_files = False  # whether the files in the runs belong to this training
+        self._can_write = True
         self._sizes: dict[str, dict[str, int]] = {}  # sizes to which the files are truncated before the next write
 
     def set_model(self, model: keras.Model) -> None:
@@ -139,12 +139,12 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _try(self, action: Callable[..., _Result], *arguments: Any) -> _Result | None:
         """Calls a function that writes files; does nothing after the first error."""
-        if not self._works:
+        if not self._can_write:
             return None
         try:
             return action(*arguments)
         except (tf.errors.OpError, OSError) as e:
-            self._works = False
+            self._can_write = False
             logger.warning(
                 f"TensorBoard: nothing more is written to {self.log_dir!r}, while the training continues "
                 f"({getattr(e, 'message', None) or e}). Give it a log_dir with free space that this process may write to."
@@ -163,8 +163,8 @@ class TensorBoard(keras.callbacks.Callback):
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state from `state_dict`; values written after it are removed before the next write."""
         self._throughput.load_state_dict(state["throughput"])
-        self._goes_on = True
-        # Truncate later: if this training was complete, a later training of the program wrote the files, and may resume its own backup.
+        self._owns_files = True
+        # Truncate at the next write: if this training is already complete, the files may hold values of the program's next training.
         self._sizes = state["sizes"] or {}
 
     def _cut(self) -> None:
@@ -174,7 +174,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._cut()
-        if not self._goes_on:
+        if not self._owns_files:
             self._begin(epoch)
         if self._first_rate is None:
             self._first_rate = self._learning_rate().get("learning_rate")
@@ -184,7 +184,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     def _begin(self, epoch: int) -> None:
         """Starts the curves of a training that was not resumed."""
-        self._goes_on = True
+        self._owns_files = True
         self._executions, self._is_listed, self._first_rate = 0, False, None
         if epoch == 0:
             self._throughput.steps = 0
@@ -196,7 +196,7 @@ class TensorBoard(keras.callbacks.Callback):
             self._describe()
 
     def _describe(self) -> None:
-        """Writes the texts and charts, once: the files' sizes in a backup include them."""
+        """Writes the texts and the layout of the charts, and flushes, so that a backup's file sizes include them."""
         compresses = any(get_compressor(optimizer) for optimizer in optimizer_search.optimizers(self.model))
         for summary in (
             side_summaries.environment_texts(self._strategy),
@@ -206,10 +206,10 @@ class TensorBoard(keras.callbacks.Callback):
         self._flush()
 
     def _start_runs(self) -> None:
-        """Starts the runs of the other workers after `train`, and `hparams` after them, once in each process.
+        """Starts another worker's run after the first execution in its process, and lists `hparams` on the chief after the second.
 
-        TensorBoard assigns colors to runs in the order of their first events, so the tasks get the first colors. The order holds because
-        a step ends on all tasks before the next step ends on any task.
+        TensorBoard assigns colors to runs in the order of their first events, so the workers' runs get the first colors. The order holds
+        because a step ends on all tasks before the next step ends on any task.
         """
         self._executions += 1
         if not self._is_chief and self._executions == 1:
@@ -218,7 +218,7 @@ class TensorBoard(keras.callbacks.Callback):
             self._list_hparams()
 
     def _list_hparams(self) -> None:
-        """Lists the training in the tab "HParams", unless it is listed: a backup may be older than the list."""
+        """Lists the training in the tab "HParams" once. After a resume, the files of `hparams` show that it is listed already."""
         if self._is_listed or not self._is_chief or self._hparams is None:
             return
         self._is_listed = True
@@ -242,7 +242,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._start_runs()
         for meter in self._meters:
             meter.on_step(step)
-        if not self._works or not self._every or step // self._every == before // self._every:
+        if not self._can_write or not self._every or step // self._every == before // self._every:
             return
         values = self._measured()
         if self._is_chief:
@@ -262,7 +262,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._flush()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
-        if self._executions:  # in `fit`: before the first events of `validation`
+        if self._executions:  # within `fit`, so that `hparams` has its first events before `validation`
             self._list_hparams()
 
     def on_test_end(self, logs: dict[str, Any] | None = None) -> None:
@@ -273,7 +273,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     def on_train_end(self, logs: dict[str, Any] | None = None) -> None:
         self._list_hparams()
-        self._goes_on = False
+        self._owns_files = False
         self._try(self._profiler.stop)
         if logs and self._is_chief and self._hparams is not None:
             self._write("hparams", {f"final/{name}": value for name, value in logs.items()}, self._throughput.steps)
@@ -318,7 +318,7 @@ class StepProfiler:
 
     def __init__(self, steps: tuple[int, int] | None):
         self._first, self._last = steps or (1, 0)
-        self._runs = False
+        self._is_running = False
 
     @property
     def is_off(self) -> bool:
@@ -333,10 +333,10 @@ class StepProfiler:
             done: Number of the training's steps before the execution.
             steps: Number of steps in the execution.
         """
-        if not self._runs and done < self._last and done + steps >= self._first:
+        if not self._is_running and done < self._last and done + steps >= self._first:
             try:
                 tf.profiler.experimental.start(folder)
-                self._runs = True
+                self._is_running = True
             except tf.errors.AlreadyExistsError:
                 self._give_up()
 
@@ -351,8 +351,8 @@ class StepProfiler:
         Raises:
             tf.errors.OpError: The profile cannot be written.
         """
-        runs, self._runs = self._runs, False
-        if runs:
+        is_running, self._is_running = self._is_running, False
+        if is_running:
             try:
                 tf.profiler.experimental.stop()
             except tf.errors.UnavailableError:

@@ -1,4 +1,4 @@
-"""The function that the chief runs for each execution: it schedules steps, and counts their results later.
+"""The function that the chief runs for each execution: it schedules steps, and later counts them, which adds their results to the metrics.
 
 Readers of metrics or weights first wait for the scheduled steps (`drain_first`).
 """
@@ -26,13 +26,13 @@ from tfdist.parameter_server.worker_dataset import PipelinesIterator
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
 
-# Limit of ended steps whose results are not read yet, because results are read together: per worker, and at least in total.
+# Results of several steps are read together. The maximum number of ended steps with unread results: per worker, and its minimum in total.
 _UNREAD, _UNREAD_LEAST = 4, 10
 ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
 
 
 class Execution:
-    """A `train_function` or `test_function` that schedules steps and returns the logs so far. Attaches the model again, if it was recompiled.
+    """A `train_function` or `test_function` that schedules steps and returns the logs so far. Its creation attaches the engine to the model.
 
     Attributes:
         measured: Means for TensorBoard, by tag: steps in flight when a step was scheduled; other steps that ended while a
@@ -61,10 +61,10 @@ class Execution:
         self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}
         self._free = collections.deque(range(ROWS * self._scheduler.workers))
         self._unread: list[int] = []
-        self._begun: int | None = None  # number of steps since the last drain; None if no step is scheduled
+        self._steps_since_drain: int | None = None  # number of steps since the last drain; None if no step is scheduled
 
     def __call__(self, iterator: DataIterator) -> dict[str, Any]:
-        """Schedules an execution, as Keras' own function runs it. Raises StopIteration at the end of the data."""
+        """Schedules the steps of one execution, and returns the logs so far. Raises StopIteration at the end of the data."""
         logs = self.run(iterator)
         if logs is None:
             raise StopIteration
@@ -96,7 +96,7 @@ class Execution:
         while self._flight.count or self._unread:
             self._flight.drain()
             self._read()
-        self._begun = None
+        self._steps_since_drain = None
 
     def end(self) -> None:
         """Ends a pass. After an error, steps in flight still count if they end within some seconds."""
@@ -112,11 +112,11 @@ class Execution:
         if self._worker_step is None:  # by now metrics have variables
             self._worker_step = WorkerStep(self._model, self._step, ROWS * self._scheduler.workers)
         step = self._worker_step
-        if self._begun is None:
+        if self._steps_since_drain is None:
             step.begin()
-            self._begun, self._logs = 0, {}
+            self._steps_since_drain, self._logs = 0, {}
         if isinstance(iterator, PipelinesIterator) and not self._trains:
-            self._begun = None
+            self._steps_since_drain = None
             self._count_pipelines(step, iterator, remaining_steps)
             return
         spec = getattr(iterator, "element_spec", None)
@@ -133,9 +133,9 @@ class Execution:
         if not self._free:
             self.drain()
             step.begin()
-            self._begun = 0
+            self._steps_since_drain = 0
         attempt_id, row = step.new_attempt_id(), self._free.popleft()
-        inputs = step.step_inputs(attempt_id, row, self._begun)
+        inputs = step.step_inputs(attempt_id, row, self._steps_since_drain)
 
         def function(worker: int) -> int:
             before = self._ended
@@ -143,7 +143,7 @@ class Execution:
             self._count_overlap(before)
             return attempt_id
 
-        self._begun += 1
+        self._steps_since_drain += 1
         self._scheduled[attempt_id] = traced, row, function
         self._flight.add(function)
         self.measured.add("ps/steps_in_flight", self._flight.count)

@@ -30,8 +30,8 @@ _DEPTH_STRIDE = 0x2545F491  # added once per enclosing graph: TensorFlow numbers
 def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
     """Sets TensorFlow's seed to the seed of `replica` while a step is traced or runs eagerly.
 
-    Does nothing if no seed is set, because TensorFlow then draws from the system's entropy. Yields a function that sets the traced graph's
-    seed to that of another replica, in the graph of the step. Each replica counts its own random operations, whichever replicas are traced in the same graph.
+    Does nothing if no seed is set, because TensorFlow then draws from the system's entropy. Yields a function that
+    switches the seed of the step's graph to that of another replica. Each replica counts its own random operations, whichever replicas are traced in the same graph.
     """
     holder = tf_internals.seed_holder()
     seed = tf_internals.get_seed(holder)
@@ -59,8 +59,8 @@ class GlobalSeedGenerator:
     """A replacement of the global generator from which `keras.random.*` draws without a seed.
 
     For the replicas it creates a `keras.random.SeedGenerator` in the strategy's scope at the first draw. Keras would create one in
-    each replica's thread, where variables cannot be created. Outside of the replicas it draws from a generator of this process.
-    One worker may draw alone there: a collective would wait for the other workers, or be matched with another collective.
+    each replica's thread, where variables cannot be created. Outside of the replicas it draws from a generator of this process:
+    one worker may draw alone there, and creating a variable in the scope would be a collective that waits for the other workers.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy):
@@ -113,22 +113,24 @@ def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Var
 
 
 class StepSeedGenerator:
-    """A replacement of the global generator in a step that any worker of parameter servers may run or repeat.
+    """A replacement of the global generator in a parameter-server step, which any worker may run or repeat.
 
-    If `seed` is None, the first draw chooses a random seed.
+    Args:
+        step: The number of the step, a scalar.
+        seed: The seed of all steps; None means that the first draw chooses a random seed.
     """
 
-    def __init__(self, number: tf.Tensor, seed: int | None = None):
-        self._number = tf.cast(number, tf.int64)
+    def __init__(self, step: tf.Tensor, seed: int | None = None):
+        self._step = tf.cast(step, tf.int64)
         self._seed = seed
         self._draws = 0
 
     def next(self, ordered: bool = True) -> tf.Tensor:
-        """Returns a seed of this step and this draw."""
+        """Returns a seed that depends on the step and on the number of earlier draws in it."""
         if self._seed is None:
             self._seed = random.randint(1, int(1e9))  # as Keras does
         self._draws += 1
-        return tf.stack([self._seed + self._number * SEED_STRIDE, tf.constant(self._draws, tf.int64)])
+        return tf.stack([self._seed + self._step * SEED_STRIDE, tf.constant(self._draws, tf.int64)])
 
     @contextlib.contextmanager
     def installed(self) -> Iterator[None]:
@@ -150,12 +152,12 @@ def assign_seed(components: Sequence[tf.Variable], replicas: Sequence[int], valu
     """Assigns a seed generator's state, `[seed, counter]`, outside of replicas, and keeps the replicas' seeds different.
 
     Outside of a replica a state reads as the state of this process's first replica. If `value` has that seed, all replicas keep their
-    seeds. Any other seed becomes that of replica 0, to which the others add multiples of `SEED_STRIDE`. `replicas` are the components' numbers.
+    seeds. Any other seed becomes that of replica 0; replica r adds `r * SEED_STRIDE`. `replicas` has the replica number of each component.
     """
     value = tf.cast(value, components[0].dtype)
     stride = tf.constant(SEED_STRIDE, value.dtype)
-    is_own = tf.cast(value[0] == components[0].read_value()[0], value.dtype)
-    first = value[0] - is_own * replicas[0] * stride
+    is_unchanged = tf.cast(value[0] == components[0].read_value()[0], value.dtype)
+    first = value[0] - is_unchanged * replicas[0] * stride
     for replica, component in zip(replicas, components, strict=True):
         component.assign(tf.stack([first + replica * stride, value[1]]))
 

@@ -16,11 +16,11 @@ from tfdist.aliases import Structure
 
 @dataclasses.dataclass
 class StepContext:
-    """A replica's part of a batch, and its optimizer's use of the gradients.
+    """A replica's part of the batch, and how its step weights and applies gradients.
 
     Attributes:
         examples: The number of this replica's examples that count, a scalar; None if unknown.
-        part: Returns this replica's share of the batch of all replicas; None with one replica. May be a collective.
+        part: Returns the fraction of the whole batch's examples that this replica has; None with one replica. May be a collective.
         rows: The number of rows in this replica's batch: `examples`, or 1 if there are none. None if unknown.
         position: Returns the index of this replica's first example in the whole batch, and that batch's size. None if the replicas
             have batches of their own.
@@ -33,8 +33,8 @@ class StepContext:
         weighs_loss: Whether `optimizer.scale_loss` multiplies the loss by `gradient_weight` instead, which costs nothing. This needs
             Keras' own step, which scales the loss once and applies its gradients once. A custom step may scale one loss for
             two optimizers, or apply gradients of an unscaled loss.
-        deferred: Collects the arguments of `apply` instead of applying them; None means that they are applied.
-        is_applying: Whether an optimizer that reduces first is applying gradients.
+        deferred: If a list, the optimizer's `apply` appends (gradients, variables) to it and changes nothing; None means that it applies.
+        is_applying: Whether tfdist's `apply`, which reduces the gradients first, is running.
         graph: The graph of the step's trace, in which collectives are allowed; None if the step runs eagerly.
     """
 

@@ -40,7 +40,7 @@ class Ledger:
     """The seconds of this process by part.
 
     Args:
-        begins: The begin of the first part, `"startup"`, by `clock`. None means the start of the process.
+        begins: The time at which the first part, `"startup"`, begins, by `clock`. None means the start of the process.
         clock: Returns seconds since the epoch.
 
     Attributes:

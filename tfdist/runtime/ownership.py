@@ -34,7 +34,7 @@ _LONGEST = 4096  # limit of a name, in bytes
 class Ownership:
     """A run's claim to a folder; a context manager.
 
-    While a process of the run lives, another run gets an error. On a file system without locks only runs on the same host do.
+    While a process of the run is alive, other runs get an error. Without file locks, only runs on the same host are detected.
 
     Args:
         folder: The folder, which exists.
@@ -59,7 +59,7 @@ class Ownership:
         """Locks the folder for this run.
 
         Raises:
-            ConfigError: Another run owns the folder, and does not end within some seconds; or the file is another user's.
+            ConfigError: Another run owns the folder and does not end within some seconds, or another user owns the file.
             OSError: The file cannot be created.
         """
         deadline = time.monotonic() + _ENDING_SECONDS
@@ -106,11 +106,11 @@ class Ownership:
         owner = self.owner()
         if owner == this_run():  # another object of this process has the lock
             return True
-        if not (joins := owner is not None and owner == os.environ.get(JOB)) and is_alive(owner or ""):
+        if not (shares_lock := owner is not None and owner == os.environ.get(JOB)) and is_alive(owner or ""):
             return False
         lock = os.fdopen(self._open(), "rb", buffering=0)
         try:
-            fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_SH if joins else fcntl.LOCK_EX))
+            fcntl.flock(lock, fcntl.LOCK_NB | (fcntl.LOCK_SH if shares_lock else fcntl.LOCK_EX))
             if not os.path.samestat(os.fstat(lock.fileno()), os.lstat(self._path)):
                 raise FileNotFoundError
         except (BlockingIOError, FileNotFoundError):  # FileNotFoundError: a run that was ending has removed the file
@@ -119,11 +119,13 @@ class Ownership:
         except OSError:  # the file system has no locks
             pass
         match = _OWNER.fullmatch(owner or "")
-        if not joins and (match is None or match[2] == socket.gethostname()):  # a run on another host may still live
+        if not shares_lock and (
+            match is None or match[2] == socket.gethostname()
+        ):  # else keep the name: that run may be alive on its host
             with contextlib.suppress(OSError):
                 self.acquire()
         try:
-            fcntl.flock(lock, fcntl.LOCK_NB | fcntl.LOCK_SH)  # tasks can share this lock
+            fcntl.flock(lock, fcntl.LOCK_NB | fcntl.LOCK_SH)  # downgrade, so that the run's tasks can lock it, too
         except BlockingIOError:  # another run was faster
             lock.close()
             return False
@@ -135,7 +137,7 @@ class Ownership:
     def _open(self) -> int:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
-                os.unlink(self._path)  # planted
+                os.unlink(self._path)  # a link or a pipe that another user may have put there
         return open_own(
             self._path, os.O_RDWR, 0o600
         )  # 0o600, because another user could lock a file that they can open
@@ -147,7 +149,7 @@ def this_run() -> str:
 
 
 def is_alive(owner: str) -> bool:
-    """Returns whether an owner is another process of this host that has not ended."""
+    """Returns whether the name `owner` belongs to another process of this host that has not ended."""
     match = _OWNER.fullmatch(owner)
     if match is None or match[2] != socket.gethostname() or int(match[1]) == os.getpid():
         return False

@@ -52,7 +52,7 @@ def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
     """Returns whether a line certainly belongs to TensorFlow's C++ log and does not report an error. All other lines are shown.
 
     Args:
-        line: The line, plain.
+        line: The line, without terminal control sequences.
         after_log: Whether the previous line was such a line.
     """
     if match := CXX_LINE.match(line):
@@ -63,7 +63,7 @@ def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
 
 @contextlib.contextmanager
 def filtered() -> Iterator[None]:
-    """Removes log lines of TensorFlow's import, in the block, from stderr, unless they report an error.
+    """Hides TensorFlow's log lines on stderr, except errors, while the block imports TensorFlow.
 
     Does nothing if the user has set the level, TensorFlow is already loaded, or the process has no stderr.
     """

@@ -43,7 +43,7 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
 
     Returns:
         A function to call after the step. If this replica had no examples, it restores metrics and statistics. It returns the change of
-        each statistic, flat; empty if every replica had examples.
+        each statistic as a flat tensor, of size 0 if every replica had examples.
     """
     metrics, statistics = metric_variables(model), moving_statistic_variables(model)
     has_empty_replicas = totals[1] < num_replicas(model.distribute_strategy)
@@ -51,11 +51,11 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
     def flat(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
         return [tf.reshape(variable.read_value(), [-1]) for variable in variables]
 
-    def none(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
+    def empty(variables: Sequence[tf.Variable]) -> list[tf.Tensor]:
         return [tf.zeros([0], variable.dtype) for variable in variables]
 
     both = [*metrics, *statistics]
-    before = _cond(has_empty_replicas, lambda: flat(both), lambda: none(both))
+    before = _cond(has_empty_replicas, lambda: flat(both), lambda: empty(both))
 
     def restore() -> list[tf.Tensor]:
         metrics_of_whole_batch = filter(has_seen_whole_batch, keras_metrics.metrics(model))
@@ -70,7 +70,7 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
 
     def after() -> list[tf.Tensor]:
         _cond(tf.equal(examples, 0), restore, list)
-        return _cond(has_empty_replicas, moved, lambda: none(statistics))
+        return _cond(has_empty_replicas, moved, lambda: empty(statistics))
 
     return after
 
@@ -92,9 +92,9 @@ def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
 
 
 def move_empty_replicas_statistics(
-    model: keras.Model, dealt: batch_splitting.SplitBatch, totals: tf.Tensor, moves: list[Any]
+    model: keras.Model, split_batch: batch_splitting.SplitBatch, totals: tf.Tensor, moves: list[Any]
 ) -> None:
-    """Changes the statistics of replicas without examples by the other replicas' mean change. Outside of replicas, after the step.
+    """Adds the mean change of the other replicas' statistics to those of replicas without examples. Outside of replicas, after the step.
 
     All replicas started with the same values (`average_statistics`). `moves` are the results of the functions that
     `snapshot_statistics` returned.
@@ -111,7 +111,7 @@ def move_empty_replicas_statistics(
             tf.reshape(total / tf.cast(totals[1], total.dtype), v.shape)
             for total, v in zip(sums, variables, strict=True)
         ]
-        strategy.run(write, args=(dealt.counts, means))
+        strategy.run(write, args=(split_batch.counts, means))
         return []
 
     if variables:

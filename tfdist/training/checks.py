@@ -37,7 +37,10 @@ _TEXT_LENGTH = 200  # bytes of a transformation's text in a message
 
 
 def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -> None:
-    """Raises ConfigError unless `tfdist.create_strategy` has made the strategy and `options` is empty: they need a name or a StrategyConfig."""
+    """Raises ConfigError unless `tfdist.create_strategy` has made the strategy and `options` is empty.
+
+    Options are only valid if the strategy is given as a name or a StrategyConfig.
+    """
     if as_ours(strategy) is None or options:
         raise ConfigError(
             "strategy must be a name, a StrategyConfig, or a strategy made by tfdist.create_strategy; options are "
@@ -46,7 +49,7 @@ def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -
 
 
 def check_options(trainer: type, strategy: object, options: Collection[str]) -> None:
-    """Raises ConfigError for names that are neither arguments of the trainer's class nor options of a strategy, if `strategy` is a name."""
+    """Raises ConfigError for each option that is not a field of StrategyConfig, if `strategy` is a name."""
     fields = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
     known = fields | {*inspect.signature(trainer).parameters} - {"options"}
     faults = [unknown_name_message("argument of Trainer", name, known) for name in options if name not in fields]
@@ -61,7 +64,7 @@ def check_nan_policy(policy: str, strategy: Strategy) -> None:
 
 
 def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
-    """Raises ConfigError where a strategy of one process runs on one of several training tasks.
+    """Raises ConfigError if a single-process strategy is used in a cluster of several training tasks.
 
     Each task would train the whole model and overwrite the files of the others.
     """
@@ -92,7 +95,7 @@ def check_model(model: keras.Model, strategy: tf.distribute.Strategy, method: st
 
 
 def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
-    """Raises ConfigError where `writes` names an attribute that its callback does not have."""
+    """Raises ConfigError if a callback's `writes` names an attribute that the callback does not have."""
     for callback in callbacks:
         if (name := place_attribute(callback)) and not hasattr(callback, name):
             raise ConfigError(
@@ -110,15 +113,21 @@ def check_consistency(
     """
     if ranks.size == 1:
         return
-    own = {name: _number(arguments.get(name)) for name in _COMPARED_NUMBERS}
-    own |= {f"{name} given": float(value is not None) for name, value in _present(validation_data, arguments)}
+    local = {name: _number(arguments.get(name)) for name in _COMPARED_NUMBERS}
+    local |= {
+        f"{name} given (1) or None (0)": float(value is not None)
+        for name, value in _present(validation_data, arguments)
+    }
     for name, value in (("x", data), ("validation_data", validation_data)):
-        own |= {f"own rows in {name}": float(worker_rows.is_own(value)), f"length of {name}": _length(value)}
+        local |= {
+            f"own rows (1) or shared data (0) in {name}": float(worker_rows.is_own(value)),
+            f"length of {name}": _length(value),
+        }
     orders = [*_data_order(data), *_data_order(validation_data)]
     arrays = _Arrays(data, validation_data, arguments)
     program = program_likeness.describe(model, arguments, ranks.size)
     numbers = (
-        *own.values(),
+        *local.values(),
         *(float(zlib.crc32(text.encode())) for text in orders),
         program_likeness.digest(program),
     )
@@ -126,11 +135,11 @@ def check_consistency(
     *unlike, is_other_program = (len(set(column)) > 1 for column in gathered.T)
     faults = [
         f"{name} must be the same on all workers of a fit. Received: {_by_worker(column)}."
-        for name, column, differs in zip(own, gathered.T, unlike, strict=False)
+        for name, column, differs in zip(local, gathered.T, unlike, strict=False)
         if differs
     ]
     if not faults and any(unlike):
-        faults = [_order_difference_message(ranks, orders[unlike.index(True) - len(own)])]
+        faults = [_order_difference_message(ranks, orders[unlike.index(True) - len(local)])]
     if arrays.differ(digests) and (not faults or all(fault.startswith("length of") for fault in faults)):
         faults.append(arrays.difference_message(ranks, digests))
     if is_other_program:
@@ -142,10 +151,10 @@ def check_consistency(
 def check_data_consistency(ranks: Ranks, data: Data, arguments: Mapping[str, Any]) -> None:
     """Checks before `evaluate` and `predict` that all workers pass the same arrays, or that all pass own rows. A collective."""
     arrays = _Arrays(data, None, arguments)
-    own, digests = np.split(ranks.gather(float(worker_rows.is_own(data)), *arrays.digests()), [1], axis=1)
-    if len(set(own[:, 0])) > 1:
+    is_own, digests = np.split(ranks.gather(float(worker_rows.is_own(data)), *arrays.digests()), [1], axis=1)
+    if len(set(is_own[:, 0])) > 1:
         raise ConfigError(
-            f"own rows in x must be the same on all workers of a call. Received: {_by_worker(own[:, 0])}."
+            f"own rows (1) or shared data (0) in x must be the same on all workers of a call. Received: {_by_worker(is_own[:, 0])}."
         )
     if arrays.differ(digests):
         faults = [arrays.difference_message(ranks, digests)]
@@ -173,21 +182,20 @@ class _Arrays:
     """The arrays in this worker's arguments, and their comparison with the other workers' arrays."""
 
     def __init__(self, data: Data, validation_data: Data, arguments: Mapping[str, Any]):
-        own = {
+        self._arguments = {
             "x": data,
             "y": arguments.get("y"),
             "sample_weight": arguments.get("sample_weight"),
             "validation_data": validation_data,
         }
         opaque = (tf.data.Dataset, tf.distribute.DistributedDataset, worker_rows.OwnRows)
-        self._given = own
-        self._kinds = {name: array_digest.kinds(_rows(value)) for name, value in own.items()}
-        self._own = {name: None if isinstance(value, opaque) else value for name, value in own.items()}
+        self._kinds = {name: array_digest.kinds(_rows(value)) for name, value in self._arguments.items()}
+        self._arrays = {name: None if isinstance(value, opaque) else value for name, value in self._arguments.items()}
 
     def digests(self) -> list[float]:
-        """Returns this worker's digests: one per argument of types and shapes, then one per argument of values."""
+        """Returns this worker's digests: for each argument one of its types and shapes, then for each argument one of its values."""
         kinds = [float(zlib.crc32(kind.encode())) for kind in self._kinds.values()]
-        return [*kinds, *map(array_digest.digest, self._own.values())]
+        return [*kinds, *map(array_digest.digest, self._arrays.values())]
 
     def differ(self, digests: np.ndarray) -> bool:
         """Returns whether the digests differ between workers."""
@@ -195,15 +203,15 @@ class _Arrays:
 
     def difference_message(self, ranks: Ranks, digests: np.ndarray) -> str:
         """Returns the message about the first difference. A collective."""
-        name = [*self._own, *self._own][self._unlike(digests).argmax()]
-        if isinstance(self._given[name], worker_rows.OwnRows):
+        name = [*self._arrays, *self._arrays][self._unlike(digests).argmax()]
+        if isinstance(self._arguments[name], worker_rows.OwnRows):
             return (
                 "own_rows must hold arrays of the same types, with rows of the same shape, on all workers. Received: "
                 f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
             )
-        local = array_digest.describe(self._own[name])
+        local = array_digest.describe(self._arrays[name])
         return (
-            f"The arrays in {name} must be the same on all workers, of which each trains on its share of every batch. Received: "
+            f"The arrays in {name} must be the same on all workers, because each worker trains on its share of every batch. Received: "
             f"{_texts_by_worker(ranks, local, 'no arrays')}. Give all workers the same arrays, in the same order. Or, if each worker has "
             "different rows, such as x[rank::size], pass tfdist.data.own_rows(x, y) in place of x and y."
         )
@@ -234,7 +242,7 @@ def _by_worker(column: Iterable[float]) -> str:
 
 
 def _length(data: Data) -> float:
-    """Returns the number of examples in arrays or of batches in a dataset. For workers' own data, shows only whether they end."""
+    """Returns the number of examples in arrays or of batches in a dataset. For workers' own data, returns INFINITE_CARDINALITY or 0.0 (finite)."""
     if worker_rows.is_own(data):
         endless = isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
         return float(tf.data.INFINITE_CARDINALITY) if endless else 0.0
@@ -245,7 +253,7 @@ def _length(data: Data) -> float:
 
 
 def _data_order(data: Data) -> list[str]:
-    """Returns `_MOST_TRANSFORMATIONS` texts that describe how a dataset orders its elements; all are empty for own datasets of workers."""
+    """Returns `_MOST_TRANSFORMATIONS` texts that describe how a dataset orders its elements; all are empty if each worker has its own dataset."""
     texts = []
     if isinstance(data, tf.data.Dataset) and not worker_rows.is_own(data):
         texts = graph.describe_order(data)
@@ -256,9 +264,9 @@ def _data_order(data: Data) -> list[str]:
 def _order_difference_message(ranks: Ranks, local: str) -> str:
     """Returns the message about the first difference between the workers' datasets. A collective."""
     return (
-        "The dataset must yield the same elements in the same order on all workers, of which each trains on its share. Received: "
-        f"{_texts_by_worker(ranks, local, 'no more transformations')}. Seeds differ if a worker has drawn a random "
-        "number or made a dataset that the others have not: make the same calls on all workers before, or give a seed to `shuffle` "
+        "The dataset must yield the same elements in the same order on all workers, because each worker trains on its share. Received: "
+        f"{_texts_by_worker(ranks, local, 'no more transformations')}. Seeds differ if one worker has drawn more random "
+        "numbers or created more datasets than the others: make the same calls on all workers, or give a seed to `shuffle` "
         "and similar functions (`seed=` of keras.utils.image_dataset_from_directory, which shuffles unless "
         "shuffle=False). If each worker has its own data, set experimental_distribute.auto_shard_policy of the dataset's "
         "options to AutoShardPolicy.OFF: then each worker reads all of its own dataset, in batches of the global size."

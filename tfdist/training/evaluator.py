@@ -46,7 +46,7 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> N
     configured.prepare_process(config)
     trained = task_checks.make_task(config.task, config.task_options)
     batch_size = config.global_batch_size or config.per_replica_batch_size
-    data = task_checks.checked_data(config.task, "eval_data", trained.eval_data(batch_size), optional=True)
+    data = task_checks.checked_data(config.task, "eval_data", trained.eval_data(batch_size), is_validation=True)
     if data is None:
         raise ConfigError(f"The evaluator needs validation data, but eval_data() of task {config.task!r} returns None.")
     model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # the optimizer is never used

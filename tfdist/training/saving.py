@@ -23,7 +23,7 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
 
 
 def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
-    """Exports `model` to the folder `path` for inference. A collective, which raises as `save`."""
+    """Exports `model` to the folder `path` for inference. A collective; raises the same errors as `save`."""
     path = os.fspath(path)
 
     def write() -> None:
@@ -34,7 +34,7 @@ def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str
 
 
 def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> None:
-    context.strategy.statistics.desynchronize()  # a custom loop may have changed them
+    context.strategy.statistics.desynchronize()  # a custom loop may have changed the statistics since the last synchronization
     context.strategy.statistics.synchronize()
     error: Exception | None = None
     if context.is_chief:

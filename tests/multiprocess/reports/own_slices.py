@@ -7,7 +7,7 @@ from tests.multiprocess.reports.cases import WORKERS, case
 from tests.multiprocess.reports.policies import ZEROS, X, linear, parts_of, steps_of, trained
 from tfdist.data import own_rows
 
-BOTH = r"must be the same on all workers, of which each trains on its share .* Give all workers the same arrays.*tfdist\.data\.own_rows\(x, y\)"
+BOTH = r"must be the same on all workers, because each worker trains on its share .* Give all workers the same arrays.*tfdist\.data\.own_rows\(x, y\)"
 
 
 @case()

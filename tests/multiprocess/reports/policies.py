@@ -187,7 +187,10 @@ def off_that_ends_on_one_worker_only(world):
     linear(world).fit(own.repeat() if world.rank else own, steps_per_epoch=2, verbose=0)
 
 
-@case(WORKERS, error=r"own rows in x must be the same on all workers of a fit. Received: 1 on worker:0, 0 on worker:1")
+@case(
+    WORKERS,
+    error=r"own rows \(1\) or shared data \(0\) in x must be the same on all workers of a fit. Received: 1 on worker:0, 0 on worker:1",
+)
 def off_on_one_worker_only(world):
     dataset = tf.data.Dataset.from_tensor_slices((X, X)).batch(8)
     linear(world).fit(dataset if world.rank else off(dataset), verbose=0)

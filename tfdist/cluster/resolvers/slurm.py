@@ -41,7 +41,9 @@ def resolve(variables: Environment) -> RankAddresses | None:
         nodes = [node for node in _heterogeneous_nodes(variables) if node in tasks_of]
         counts = [tasks_of[node] for node in nodes]
         if len(nodes) != len(tasks_of):
-            raise ConfigError(f"components that share a node are not known. Received: {', '.join(nodes)}.")
+            raise ConfigError(
+                f"components that share a node are not supported; give each its own nodes. Received: {', '.join(nodes)}."
+            )
     # Slurm places the components of a heterogeneous job one after the other and ignores SLURM_DISTRIBUTION.
     distribution = "" if variables.get(*_HET_SIZE) else variables.get("SLURM_DISTRIBUTION")
     places = task_placement(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
@@ -49,8 +51,8 @@ def resolve(variables: Environment) -> RankAddresses | None:
     name = variables.get("SLURMD_NODENAME")
     if places[rank : rank + 1] != [(node, local)] or (name and name != nodes[node]):
         raise ConfigError(
-            f"task {rank} is task {local} of node {node}{name and f' ({name})'}, which no known distribution makes of {size} "
-            f"tasks; use srun --distribution=block. Received: {distribution or 'none'}."
+            f"task {rank} is task {local} of node {node}{name and f' ({name})'}, not where SLURM_DISTRIBUTION places it "
+            f"among {size} tasks; use srun --distribution=block. Received: {distribution or 'none'}."
         )
     if reserved := variables.get("SLURM_STEP_RESV_PORTS"):
         ports = [int(port) for port in expand_hosts(f"[{reserved}]")]
@@ -59,7 +61,7 @@ def resolve(variables: Environment) -> RankAddresses | None:
         ports = [first + number for number in range(max(counts))]
     if len(ports) < max(counts):
         raise ConfigError(
-            f"a node with {max(counts)} tasks needs as many ports; srun --resv-ports={max(counts)}. "
+            f"a node with {max(counts)} tasks needs {max(counts)} ports; use srun --resv-ports={max(counts)}. "
             f"Received: SLURM_STEP_RESV_PORTS={reserved}."
         )
     names = nodes if len(nodes) > 1 else ["127.0.0.1"]
