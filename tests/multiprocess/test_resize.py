@@ -1,0 +1,85 @@
+"""A training that is killed, and continues on another number of processes, or of replicas."""
+
+import io
+import json
+import os
+import subprocess
+
+import pytest
+
+from tests.helpers import fork_server
+from tests.multiprocess import harness
+from tfdist.cluster import local_cluster
+from tfdist.launch.launcher import Launcher
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS, EXAMPLES = 9, 500  # of an epoch
+
+
+def run(folder, number, workers, devices, compression="none", kill_at=0):
+    """Runs a leg of a training in one process (`workers` 0), or in a cluster; returns the first rank's results, or None, and its output."""
+    strategy, out = ("multi_worker_mirrored" if workers else "mirrored"), folder / f"leg{number}"
+    arguments = (strategy, str(out), str(devices), str(folder / "backup"), compression, str(kill_at))
+    command = fork_server.command("tests.multiprocess.resize_program", *arguments)
+    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    if workers:
+        shown = io.BytesIO()
+        launcher = Launcher(["timeout", "200", *command], local_cluster(workers), out / "logs", environ, output=shown)
+        code, text = launcher.run(), shown.getvalue().decode()
+    else:
+        done = subprocess.run(
+            command,
+            env=environ,
+            cwd=harness.ROOT,
+            text=True,
+            timeout=200,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+        )
+        code, text = done.returncode, done.stdout
+    assert (code == 0) == (kill_at == 0), text
+    return None if kill_at else harness.load(out, 0), text
+
+
+@pytest.fixture(scope="module")
+def undisturbed(once):
+    """Returns a function: the compression -> the results of four replicas in one process."""
+
+    def train(compression):
+        folder = once.folder(f"resize {compression}", lambda folder: run(folder, 0, 0, 4, compression))
+        return harness.load(folder / "leg0", 0)
+
+    return train
+
+
+LEGS = (("4 2 1 4", [(4, 1, 4), (2, 2, 13), (0, 4, 22), (4, 1, 0)]), ("1 2", [(0, 4, 12), (2, 2, 0)]))
+
+
+@pytest.mark.parametrize(
+    ("legs", "compression"),
+    [
+        pytest.param(LEGS[0][1], "powersgd", id="4 2 1 4 powersgd"),
+        pytest.param(LEGS[0][1], "none", id="4 2 1 4", marks=pytest.mark.full),
+        pytest.param(LEGS[1][1], "none", id="1 2", marks=pytest.mark.full),
+    ],
+)
+def test_a_training_killed_on_any_number_of_processes_ends_with_the_same_bits(tmp_path, undisturbed, legs, compression):
+    for number, (workers, devices, kill_at) in enumerate(legs):
+        results, text = run(tmp_path, number, workers, devices, compression, kill_at)
+        assert ("resuming from step" in text) == (number > 0), text
+        assert "bits differ" not in text
+    assert results == undisturbed(compression)
+
+
+@pytest.mark.parametrize("compression", ["none", pytest.param("powersgd", marks=pytest.mark.full)])
+def test_another_number_of_replicas_continues_with_each_example_once(tmp_path, undisturbed, compression):
+    run(tmp_path, 0, 0, 4, compression, kill_at=STEPS + 5)
+    results, text = run(tmp_path, 1, 0, 3, compression)
+    assert text.count("the backup was made with 4 replicas, and this run has 3") == 1, text
+    history, expected = (json.loads(each["history"]) for each in (results, undisturbed(compression)))
+    for name in ("numbers", "squares"):
+        assert history[name] == expected[name]
+    assert history["numbers"] == [EXAMPLES * (EXAMPLES - 1) / 2] * 4
+    assert history["loss"][0] == expected["loss"][0]
+    assert history["loss"] == pytest.approx(expected["loss"], rel=0.05)
