@@ -137,6 +137,7 @@ def test_a_name_that_is_looked_for_does_not_hold_the_wait(monkeypatch):
     [
         ({"keras": "3.12.0"}, "runs Keras 3.12.0, the chief 3.", ""),
         ({"configuration": "other"}, "has another configuration than the chief", ""),
+        ({"devices": "2"}, "has 2 devices with a replica (strategy.devices), the chief 1", ""),
         ({"python": "3.12.1"}, "", "runs Python 3.12.1, the chief 3."),
         ({"script": "other"}, "", "has another script"),
         ({"tensorflow": ""}, "", ""),
@@ -146,7 +147,7 @@ def test_a_name_that_is_looked_for_does_not_hold_the_wait(monkeypatch):
 def test_tasks_that_run_something_else_are_named_before_the_start(monkeypatch, capsys, theirs, fault, line):
     spec = local_cluster(2)
     _, other = spec.tasks()
-    mine = {**task_versions.own(), "configuration": "mine", "script": "mine"}
+    mine = {**task_versions.own(), "configuration": "mine", "script": "mine", "devices": "1"}
     monkeypatch.setattr(task_versions, "own", lambda: mine)
     monkeypatch.setattr(task_versions, "encode", lambda: json.dumps({**mine, **theirs}).encode())
     with greeting.listening_for_peers(spec, other):
