@@ -34,6 +34,7 @@ from tfdist.compat import (
     keras_metrics,
     tf_cluster,
     tf_internals,
+    tf_strategies,
 )
 from tfdist.data import graph as graph_lib
 from tfdist.data import python_generators, random_state
@@ -686,7 +687,37 @@ def test_collectives_are_launched_as_expected():
     assert all(f"self.{name} =" in made for name in ("_group_key", "_group_size", "_device", "_options"))
     assert f"self.{tf_cluster.TF_LAUNCHERS} = []" in inspect.getsource(cross_device_ops.CollectiveAllReduce.__init__)
     source = inspect.getsource(collective_all_reduce_strategy.CollectiveAllReduceExtended)
-    assert f"self.{tf_cluster.TF_CROSS_DEVICE_OPS} =" in source
+    for name in (tf_cluster.TF_CROSS_DEVICE_OPS, tf_cluster.TF_HOST_CROSS_DEVICE_OPS):
+        assert f"self.{name} =" in source
+
+
+@pytest.mark.parametrize(
+    ("own", "theirs"),
+    [
+        (tf_strategies._Extended, collective_all_reduce_strategy.CollectiveAllReduceExtended),
+        (tf_strategies._OrderedAllReduce, cross_device_ops.CollectiveAllReduce),
+        (tf_strategies._MirroredExtended, mirrored_strategy.MirroredExtended),
+    ],
+)
+def test_the_sums_of_strategies_are_those_that_are_replaced(own, theirs):
+    replaced = [name for name, value in vars(own).items() if callable(value) and name not in ("__init__", "_totals")]
+    assert replaced
+    for name in replaced:
+        here, there = (list(inspect.signature(getattr(cls, name)).parameters) for cls in (own, theirs))
+        assert here == there, f"seam strategies: {theirs.__name__}.{name} has moved"
+
+
+def test_random_operations_of_a_graph_are_counted():
+    tf.random.set_seed(1)
+
+    @tf.function
+    def draw():
+        graph = tf_internals.seed_holder()
+        before = tf_internals.get_draws(graph)
+        tf.random.normal([])
+        return before, tf_internals.get_draws(graph)
+
+    assert [int(count) for count in draw()] == [0, 1], "seam random_seeds: the count of random operations has moved"
 
 
 def test_variables_are_told_by_their_names():
