@@ -26,9 +26,15 @@ PHRASES = {
     r"\bby gRPC\b": "over gRPC",
     r"\bbegins? anew\b": "starts again",
     r"\bgo(es|ing)? on from\b": "continues, resumes from",
+    r"\bhears?\b": "receives, reads",
+    r"\bjudges?\b": "validates, checks",
+    r"\bwhat it is for\b": "its purpose",
+    r"\ba fault\b": "an error, a problem",
+    r"\banew\b": "again",
+    r"\blikewise\b": "also, in the same way",
 }
 # Per cent of docstrings that begin with a wh-word, and "what" in 1,000 words. Lower them when they can be lowered.
-CEILINGS = {"wh": 1.0, "docstrings": 1.0, "messages": 1.0, "pages": 1.0}
+CEILINGS = {"wh": 0.3, "docstrings": 0.4, "messages": 0.1, "pages": 0.2}
 
 
 def docstrings(module: ast.Module) -> list[str]:

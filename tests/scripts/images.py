@@ -98,7 +98,7 @@ def super_resolution(scope):
     return model.fit(data, epochs=2, callbacks=[looks], verbose=0).history, looks.found
 
 
-@script("Transfer learning: a frozen base, then thawed and compiled anew")
+@script("Transfer learning: a frozen base, then thawed and compiled again")
 def transfer(scope):
     with scope():
         base = keras.Sequential([keras.Input((8, 8, 3)), layers.Conv2D(4, 3, activation="relu"), layers.Flatten()])
