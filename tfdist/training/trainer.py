@@ -167,7 +167,7 @@ class Trainer:
             model: Built and compiled in `scope()`.
             *args: As for Keras' `fit`, with these differences. `x` has batches of the global size, or is a function
                 `(tf.distribute.InputContext) -> tf.data.Dataset` that returns the dataset of one input pipeline, with batches of
-                the per-replica size; so do those of `validation_data`. The chief alone shows progress and runs those `callbacks`
+                the per-replica size; the same holds for `validation_data`. The chief alone shows progress and runs those `callbacks`
                 that only write files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor).
             **kwargs: As for Keras' `fit`.
 
