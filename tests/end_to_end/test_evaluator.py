@@ -176,7 +176,7 @@ def test_on_another_host_by_tf_config(tmp_path):
             "digits_multi_worker",
             "",
             ["--hosts=localhost:1,localhost:2", "--task=worker:0"],
-            "but here hosts does; leave",
+            "but here hosts starts them; leave",
         ),
         ("synthetic", EVALUATOR, ["--config.cluster.evaluator=0"], "task 'synthetic' has no method eval_data"),
         ("digits", EVALUATOR, ["--config.backup.save_freq=never"], "but backup.save_freq is 'never'"),

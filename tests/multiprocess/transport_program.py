@@ -16,7 +16,7 @@ import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tests.compression import test_compressors  # noqa: E402
-from tfdist.collectives.communicator import CrossProcessCommunicator  # noqa: E402
+from tfdist.collectives.communicator import cross_process_communicator  # noqa: E402
 
 tf.config.experimental.enable_op_determinism()
 trainer.strategy.bucket_bytes = 4000  # several of each model
@@ -79,7 +79,7 @@ for each in ("all_reduce", "all_gather", "all_to_all"):
     setattr(transport, each, counted(each))
 results = {"transport": trainer.strategy.transport, "mine": train_all(), "travelled": sorted(set(travelled))}
 count = len(travelled)
-trainer.strategy.communicator = CrossProcessCommunicator(trainer.strategy)
+trainer.strategy.communicator = cross_process_communicator(trainer.strategy)
 results["tensorflow"] = train_all()
 results["travelled since"] = len(travelled) - count
 harness.store(out, trainer.task.index, results)
