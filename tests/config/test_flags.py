@@ -251,7 +251,7 @@ def test_a_flag_file_is_read(write, tmp_path):
     assert parse(f"--flagfile={tmp_path}/flags")[0].epochs == 3
     (tmp_path / "own").write_text(f"--config.epochs=3\n--flagfile={tmp_path}/own")
     assert list(faults(write(), f"--flagfile={tmp_path}/own")) == [
-        f"--flagfile: {tmp_path}/own includes itself; remove the line that does."
+        f"--flagfile: {tmp_path}/own includes itself; remove that --flagfile from it."
     ]
 
 

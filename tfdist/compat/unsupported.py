@@ -69,7 +69,7 @@ def explaining_branches() -> Iterator[None]:
     """Raises an error with a remedy if an optimizer is applied in a nested graph, where replicas cannot reduce.
 
     Raises:
-        ConfigError: The code inside reduces gradients within `tf.cond`, `tf.while_loop` or a nested `tf.function`.
+        ConfigError: The code in the context reduces gradients within `tf.cond`, `tf.while_loop` or a nested `tf.function`.
     """
     try:
         yield

@@ -73,7 +73,7 @@ def memory_limit(root: pathlib.Path = ROOT, own: str | None = None) -> int | Non
 
 
 def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[str, ...]) -> Iterator[list[float]]:
-    """Yields the numbers in the named files of this process's cgroup and of its parents, each of which may set a limit.
+    """Yields the numbers in the named files of this process's cgroup and of its parents; each may set a limit.
 
     In a container the path may be the host's path, while the container sees only its own subtree, at the root.
     """
@@ -83,8 +83,8 @@ def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):
             base = root / controller if controllers else root
-            here = base / path.strip("/")
-            for folder in (parent for parent in (here, *here.parents) if parent == base or base in parent.parents):
+            cgroup = base / path.strip("/")
+            for folder in (parent for parent in (cgroup, *cgroup.parents) if parent == base or base in parent.parents):
                 with contextlib.suppress(OSError, ValueError):  # "max" is not a number
                     yield [float(word) for name in names for word in (folder / name).read_text().split()]
 

@@ -41,7 +41,7 @@ def run(context: LoopContext, name: str, method: Method, model: keras.Model, arg
 
 
 def run_plain(engine: Engine, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of a model without the Trainer's checks and callbacks: without a Trainer, or inside its loop. Takes the arguments of `run`."""
+    """Runs a method of a model without the Trainer's checks and callbacks: without a Trainer, or when its loop calls the method. Takes the arguments of `run`."""
     return _PLAIN[name](engine, model, **input_data.bind_arguments(method, model, args, kwargs))
 
 

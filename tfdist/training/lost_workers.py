@@ -53,7 +53,7 @@ _CALLS = {
 
 @contextlib.contextmanager
 def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
-    """Aborts the collectives inside the context when a worker has ended, and reports workers that do not answer.
+    """Aborts the collectives within the context when a worker has ended, and reports workers that do not answer.
 
     The chief checks all other workers; they check the chief, which ends when it loses a worker. A worker that does not answer may be
     suspended: after a minute it counts as lost. When its process resumes, it finds that the others have ended. Raises ClusterError that
@@ -164,8 +164,8 @@ def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpE
     calls_of_all = "; ".join(f"{caller} was in {call}" for caller, call in _exchange_calls(cluster, task, call))
     if ended:
         return (
-            f"A dataset has fewer batches on some workers than on others ({calls_of_all}). Give all workers the same dataset, of which each "
-            "trains on its share; or give a function (tf.distribute.InputContext) -> tf.data.Dataset, whose datasets may differ in "
+            f"A dataset has fewer batches on some workers than on others ({calls_of_all}). Give all workers the same dataset: each "
+            "trains on its share. Or give a function (tf.distribute.InputContext) -> tf.data.Dataset, whose datasets may differ in "
             "length."
         )
     return (

@@ -300,7 +300,7 @@ class Trainer:
             logger.warning(compression_report.NO_GAIN_WARNING.format(**times))
         return {"exchange_ms": times}
 
-    def say_replicas(self, global_batch_size: int | None) -> None:
+    def print_replicas(self, global_batch_size: int | None) -> None:
         """Prints the number of replicas, once and on the chief only. `fit` calls it.
 
         Args:
