@@ -96,7 +96,7 @@ ROWS = [
     callback(
         "ModelCheckpoint(filepath='x.keras', save_freq=0)", "must be 'epoch' or a number of steps, 1 or more. Rec"
     ),
-    callback("SwapEMAWeights()", "SwapEMAWeights needs optimizer.use_ema=True, which is False"),
+    callback("SwapEMAWeights()", "SwapEMAWeights needs optimizer.use_ema, but it is False"),
     train(
         "task=synthetic", "callbacks=EarlyStopping()", words=("'val_loss', but task 'synthetic' has no method eval_",)
     ),
