@@ -58,9 +58,9 @@ class DatasetRandomState:
     """
 
     def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: DataAdapter, is_backed_up: bool, reads_on: bool):
-        every = [node for dataset in datasets for node in walk(dataset)]
-        self._variables = list({id(v): v for node in every for v in random_states(node)}.values())
-        called = [function for node in every for function in python_functions(node)]
+        all_nodes = [node for dataset in datasets for node in walk(dataset)]
+        self._variables = list({id(v): v for node in all_nodes for v in random_states(node)}.values())
+        called = [function for node in all_nodes for function in python_functions(node)]
         self._python = PythonDataState(adapter, called, is_backed_up, reads_on)
         self.calls_python = self._python.is_used
         self.is_random = bool(self._variables) or self.calls_python
