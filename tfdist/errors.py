@@ -123,7 +123,7 @@ def did_you_mean(word: str, known: Iterable[str]) -> str:
 
 @contextlib.contextmanager
 def collect_errors(faults: list[str]) -> Iterator[None]:
-    """Appends the messages of a `ConfigError` that is raised inside to `faults`, so that later checks still run."""
+    """Appends the messages of a `ConfigError` that is raised within the context to `faults`, so that later checks still run."""
     try:
         yield
     except ConfigError as e:

@@ -68,7 +68,7 @@ class Strategy(Protocol):
         local_replicas: The numbers of this process's replicas among all replicas.
         trainer: The Trainer of the models that are created in the strategy's scope, or None.
         engine: The engine of models that are trained without a Trainer, or None.
-        statistics: The variables of which each replica keeps its own value between steps.
+        statistics: The variables with a separate value on each replica between steps.
         combined_weights: The ids of the variables whose copies are combined after the running step (see `declared_weights`).
         flags: What the ranks agree on at a step: this rank's flags, which the next step averages over all ranks, `[n]` float32; or None.
         gauges: Variables of measurements in steps, which backups do not contain.

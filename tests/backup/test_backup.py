@@ -481,7 +481,7 @@ def test_backups_stay_until_the_model_is_written(trainer, tmp_path):
     ("epochs", "says"),
     [
         (2, "To train further, raise epochs. Received: 2."),
-        (3, "More epochs train nothing, as a callback, or stop_training, has stopped it."),
+        (3, "A higher number of epochs changes nothing, because a callback or stop_training has ended it."),
     ],
 )
 def test_a_finished_training_that_is_started_again_is_told_so_once(trainer, tmp_path, capsys, epochs, says):
@@ -695,7 +695,7 @@ def test_another_seed_than_that_of_the_backup_is_said(trainer, tmp_path, capsys)
             fit(1001, Interrupt(step))
     assert "the random seed" not in capsys.readouterr().out
     fit(1002)
-    assert "the random seed is not that of the backup, and was replaced by it" in capsys.readouterr().out
+    assert "the random seed was not the backup's and has been set to the backup's" in capsys.readouterr().out
 
 
 @pytest.mark.full

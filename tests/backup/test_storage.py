@@ -244,7 +244,7 @@ def test_a_part_that_does_not_come_is_named(tmp_path, monkeypatch):
     for part in (chief.part, SHARED):
         chief.write_part(SEVEN, part, {"x": np.zeros(3)})
     with pytest.raises(
-        BackupError, match=r"step-7/rank-1.index has not appeared .* backup_dir must be one that they share"
+        BackupError, match=r"step-7/rank-1.index has not appeared .* backup_dir must be a folder that all tasks share"
     ):
         chief.write_manifest(SEVEN, {}, 2)
 

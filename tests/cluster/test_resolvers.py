@@ -251,7 +251,7 @@ def test_all_tasks_of_a_job_find_the_same_ports_and_another_job_others():
             "auto",
             "slurm: SLURM_PROCID must be a whole number from 0. Received: 'x'.",
         ),
-        ({"SLURM_STEP_ID": "0"}, "auto", "slurm: SLURM_PROCID must be set where SLURM_STEP_ID is."),
+        ({"SLURM_STEP_ID": "0"}, "auto", "slurm: SLURM_PROCID must be set, because SLURM_STEP_ID is set."),
         ({**RECORDED_SLURM, "SLURM_STEP_NODELIST": "n[3-1]"}, "auto", "slurm: a node list must be such as"),
         ({**RECORDED_SLURM, "SLURM_STEP_TASKS_PER_NODE": "2"}, "auto", "1 nodes, 2 tasks on 1 nodes, 3 tasks"),
         (

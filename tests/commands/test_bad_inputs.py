@@ -96,7 +96,7 @@ ROWS = [
     callback(
         "ModelCheckpoint(filepath='x.keras', save_freq=0)", "must be 'epoch' or a number of steps, 1 or more. Rec"
     ),
-    callback("SwapEMAWeights()", "SwapEMAWeights needs optimizer.use_ema=True, which is False"),
+    callback("SwapEMAWeights()", "SwapEMAWeights needs optimizer.use_ema, but it is False"),
     train(
         "task=synthetic", "callbacks=EarlyStopping()", words=("'val_loss', but task 'synthetic' has no method eval_",)
     ),
@@ -164,7 +164,9 @@ ROWS += [
         "compression.name=int8", f"compression.block={2**60}", words=("compression.block must be a power of two, 4 to",)
     ),
     train("task=synthetic", f"task_options.width={10**30}", words=("task_options.width must be 1 to 1000000000",)),
-    callback("EarlyStopping(patience=3, patience=4)", "and each name once. Received: 'EarlyStopping(patience=3, pa"),
+    callback(
+        "EarlyStopping(patience=3, patience=4)", "and each argument once. Received: 'EarlyStopping(patience=3, pa"
+    ),
     callback("ModelCheckpoint(filepath='{epoch:99999999999}.keras')", "are filled in. Received", "MemoryError"),
     callback("ModelCheckpoint(filepath='{epoch:300}.keras')", "a file's name has at most 255 bytes"),
     callback(r"ModelCheckpoint(filepath='\ud800.keras')", "a path has no lone surrogates"),

@@ -251,7 +251,7 @@ def test_a_flag_file_is_read(write, tmp_path):
     assert parse(f"--flagfile={tmp_path}/flags")[0].epochs == 3
     (tmp_path / "own").write_text(f"--config.epochs=3\n--flagfile={tmp_path}/own")
     assert list(faults(write(), f"--flagfile={tmp_path}/own")) == [
-        f"--flagfile: {tmp_path}/own includes itself; remove the line that does."
+        f"--flagfile: {tmp_path}/own includes itself; remove that --flagfile from it."
     ]
 
 
@@ -536,9 +536,9 @@ def test_help_tells_of_each_field_and_of_the_given_configuration(capsys):
     assert "  --config.compression.name=topk\n" in shown
     about = {
         "optimizer.clipnorm=0.0": "0 means no clipping. At most one of `clipnorm`, `clipvalue` and `global_clipnorm` may be set.",
-        "optimizer.momentum=0.9": "Of sgd, rmsprop: 0.0; muon: 0.95.",
-        "compression.compress_ratio=0.1": "The share of each gradient's values that `topk` sends, at least one value. Of topk.",
-        "compression.block=256": "Number of values that share a scale in `int8`; a power of two, at least 4. Of int8.",
+        "optimizer.momentum=0.9": "For sgd, rmsprop: 0.0; muon: 0.95.",
+        "compression.compress_ratio=0.1": "The share of each gradient's values that `topk` sends, at least one value. For topk.",
+        "compression.block=256": "Number of values that share a scale in `int8`; a power of two, at least 4. For int8.",
     }
     for field, text in about.items():
         assert shown.partition(f"  --config.{field}\n")[2].startswith(f"      {text}\n")

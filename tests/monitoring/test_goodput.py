@@ -63,7 +63,7 @@ def test_what_follows_a_killed_process_counts_on_from_its_record(tmp_path, saved
     clock.now += 7  # is killed, and what it did since is known to nobody
     second = goodput.Ledger(1030.0, clock)
     clock.now = 1032.0
-    second.go_on(goodput.read(tmp_path / "record"), saved, gap)
+    second.continue_from(goodput.read(tmp_path / "record"), saved, gap)
     found = second.now()
     assert found["steps"] == saved and found["repeated_steps"] == 10.0 - saved
     assert found["startup"] == 1.0 + 2.0

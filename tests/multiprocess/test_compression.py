@@ -132,7 +132,7 @@ def test_gradients_of_any_type_and_shape_are_summed_in_buckets(ranks, name):
 def test_variables_that_tensorflow_cannot_broadcast_are_refused(ranks):
     """Of one without numbers it would die by SIGSEGV."""
     said = {
-        "empty": "cannot broadcast a variable of no numbers (odd)",
+        "empty": "cannot broadcast a variable of size 0 (odd)",
         "16": "cannot broadcast a variable of bfloat16 (odd)",
     }
     for results in ranks[0]:

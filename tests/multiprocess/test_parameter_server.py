@@ -182,7 +182,7 @@ def test_a_worker_that_is_killed_in_evaluation_costs_no_example(results):
         ("variable", "uses a variable, table or iterator that exists only on the chief"),
         ("no dataset", "A dataset function must return a tf.data.Dataset."),
         ("finite", "The epoch has 60 steps, but the dataset that the dataset function returns has 15 batches"),
-        ("uncounted", "has ended, and it is not known before which worker takes how many steps"),
+        ("uncounted", "has ended, and the number of steps that each worker takes is not known in advance"),
         ("no steps", "fit needs steps_per_epoch where workers make the data"),
         ("table", "A lookup table is the chief's wherever it is created: let a layer of the model look up."),
         ("in a condition", "within tf.cond, tf.while_loop or a nested tf.function"),

@@ -21,7 +21,10 @@ def test_all_workers_decide_the_same(tmp_path):
         assert mine["first"] == (4, [], there)
         assert mine["unreadable"][1:] == ([], there), "nothing was trained or removed"
         assert mine["unreadable"][0].startswith("BackupError: ")
-        assert "rank-1.index cannot be read: Permission denied (worker:1). It may be whole" in mine["unreadable"][0]
+        assert (
+            "rank-1.index cannot be read: Permission denied (worker:1). The backup may be whole"
+            in mine["unreadable"][0]
+        )
     for mine in (chief, worker):
         if "another's" in mine:
             assert "step-4-end/shared.index belongs to user 12345" in mine["another's"][0]

@@ -165,7 +165,7 @@ def test_data_in_the_place_of_the_model_are_said(trainer):
 
 
 def test_a_loop_of_ones_own_outside_of_the_replicas_is_said(trainer):
-    said = "outside of the replicas: make a function of the step"
+    said = "outside of the replicas: put the step into a function"
     with pytest.raises(ConfigError, match=said), trainer.scope():
         model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
         with tf.GradientTape() as tape:

@@ -112,7 +112,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         engine: Engine,
         task: str,
     ) -> Iterator[BackupSession]:
-        """Backs up the `fit` inside the context, and resumes an interrupted fit. The Trainer's loop calls the yielded session. A collective.
+        """Backs up the `fit` within the context, and resumes an interrupted fit. The Trainer's loop calls the yielded session. A collective.
 
         `arguments` are the arguments of `fit` that must be the same in the run that resumes. Raises ConfigError if the folder cannot be used or
         holds backups of another training, and BackupError if no backup is complete or a backup cannot be read.
@@ -198,7 +198,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         if seed is not None and seed != tf_internals.global_seed():
             tf.random.set_seed(seed)
 
-    def goes_on(self) -> bool:
+    def resumes(self) -> bool:
         """Returns whether the first `fit` of this program will resume from a backup."""
         return self._saved_seed() is not None
 

@@ -56,7 +56,7 @@ class TrainingPasses(Passes):
     def resume(self, position: LoopPosition, own: Mapping[str, Any]) -> None:
         """Makes the next epoch continue from a position; `own` is this rank's part of the backup, which includes the state of the data."""
         self.position, self._resumes = position, True
-        self.state.load(own, goes_on=position.epoch_step > 0)
+        self.state.load(own, in_epoch=position.epoch_step > 0)
 
     def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
         """Yields as `Passes.epoch` does, from the first step that is not done."""
@@ -102,8 +102,8 @@ class TrainingPasses(Passes):
         return bool(self._resumes and position.passes and (position.epoch_step or self.steps_per_epoch))
 
     def _open(self, is_read: bool = True) -> None:
-        position, goes_on = self.position, self._resumes_within_pass
-        if not goes_on:
+        position, in_pass = self.position, self._resumes_within_pass
+        if not in_pass:
             position.passes, position.drawn = position.passes + 1, 0
         if not self._resumes:
             if is_read or not self.source.datasets:
@@ -114,7 +114,7 @@ class TrainingPasses(Passes):
         self._resumes, self.iterator, self._seen = False, None, position.drawn
         self._begin_pass()
         batches = self.source.steps
-        if goes_on and self.source.datasets and batches is not None and position.drawn >= batches:
+        if in_pass and self.source.datasets and batches is not None and position.drawn >= batches:
             # The backup was taken after the last step of the pass: its elements need not be read again, and a thread that read them
             # ahead would draw random numbers after the state is restored. Only the order of the next pass must be reproduced.
             self.state.restore("first")
@@ -122,5 +122,5 @@ class TrainingPasses(Passes):
                 replay(dataset, position.passes)
             self.iterator = iter(())
             return
-        ready = self.state.prepare_replay(position.passes, goes_on)
+        ready = self.state.prepare_replay(position.passes, in_pass)
         self.iterator = self.source.open_at(position.passes, position.drawn, ready)

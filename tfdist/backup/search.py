@@ -42,7 +42,7 @@ class Snapshot:
 
 
 class Size(NamedTuple):
-    """The numbers of tasks and replicas of a run, and whether a backup of it can continue with others."""
+    """The numbers of tasks and replicas of a run. If `is_fixed`, a backup continues only with the same numbers."""
 
     tasks: int
     replicas: int
@@ -123,7 +123,7 @@ def _attempt(read: Callable[[], Any]) -> _Outcome:
 
 
 def _agreed(ranks: Ranks, path: str, outcome: _Outcome) -> Any:
-    """Returns the value that this rank has read if all ranks have read theirs, and None if any rank found it damaged. A collective.
+    """Returns this rank's value if all ranks could read theirs, and None if any rank read damaged data. A collective.
 
     Raises, on all ranks, ConfigError if any rank raised a ConfigError, and BackupError if any rank cannot read.
     """
@@ -135,8 +135,8 @@ def _agreed(ranks: Ranks, path: str, outcome: _Outcome) -> Any:
     if worst == _REFUSED:
         raise ConfigError(fault)
     raise BackupError(
-        f"{fault}. It may be whole, so the training neither starts again nor continues from an older backup, and removes no files. "
-        f"Make it readable (its storage, its permissions), and start again; to continue without it, remove {path}."
+        f"{fault}. The backup may be whole, so the training neither starts again nor continues from an older backup, and removes no files. "
+        f"Check the storage and the permissions, and start again; to continue without it, remove {path}."
     )
 
 
@@ -166,21 +166,21 @@ def _read(
 def _read_own(
     storage: Storage, point: SavePoint, manifest: Mapping[str, Any], rank: int, size: Size
 ) -> dict[str, np.ndarray]:
-    """Returns this rank's state, and that of its replicas, wherever they were when the backup was written.
+    """Returns the state of this rank and of its replicas, from the parts of all ranks that had these replicas.
 
-    With another number of replicas, all of them are read: their state is combined once the model is built.
+    If the number of replicas has changed, returns the state of all replicas: it is combined once the model is built.
     """
     per_part = manifest["replicas"] // manifest["tasks"]
     if size.replicas == manifest["replicas"]:
         local = size.replicas // size.tasks
-        home, last = rank * local // per_part, (rank * local + local - 1) // per_part
-        parts = range(home, last + 1)
+        task_part, last = rank * local // per_part, (rank * local + local - 1) // per_part
+        parts = range(task_part, last + 1)
     else:
-        home, parts = 0, range(manifest["tasks"])
+        task_part, parts = 0, range(manifest["tasks"])
     own: dict[str, np.ndarray] = {}
     for part in parts:
         tensors = storage.read_part(point, f"rank-{part}")
-        own |= tensors if part == home else {name: tensors[name] for name in tensors if is_of_replica(name)}
+        own |= tensors if part == task_part else {name: tensors[name] for name in tensors if is_of_replica(name)}
     return own
 
 
@@ -195,7 +195,7 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
     Trusted are root, this process's user, and the owners of the tasks' own files: network storage may change the owner of a file.
     """
     folder = storage.folder
-    chiefs, own_probe = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
+    chief_probe, own_probe = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
     why, owner = "", 0
     try:
         tf.io.gfile.makedirs(folder)
@@ -207,9 +207,9 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
         why = files.first_line(e)
     owners, failed = ranks.gather(float(owner), float(bool(why))).T
     deadline = time.monotonic() + _SHARED_WITHIN
-    while not failed.any() and not (sees := tf.io.gfile.exists(chiefs)) and time.monotonic() < deadline:
+    while not failed.any() and not (sees_chief := tf.io.gfile.exists(chief_probe)) and time.monotonic() < deadline:
         time.sleep(0.1)
-    blind = ranks.gather(float(not failed.any() and not sees))[:, 0]
+    blind = ranks.gather(float(not failed.any() and not sees_chief))[:, 0]
     if tf.io.gfile.exists(own_probe):
         tf.io.gfile.remove(own_probe)
     if failed.any():
@@ -247,5 +247,5 @@ def _check_size(storage: Storage, point: SavePoint, manifest: Mapping[str, Any],
     if size.is_fixed and (tasks, replicas) != (size.tasks, size.replicas):
         raise ConfigError(
             f"The backup {path} was made with tasks: {tasks}, replicas: {replicas}; this run has tasks: {size.tasks}, replicas: "
-            f"{size.replicas}. Under parameter servers start as many as before; {_REMEDY.format(storage.folder)}"
+            f"{size.replicas}. Under parameter servers start as many tasks as before; {_REMEDY.format(storage.folder)}"
         )

@@ -104,7 +104,7 @@ class BackupSession:
             tf.random.set_seed(seed)
             if self._resume_from:
                 logger.warning(
-                    "the random seed is not that of the backup, and was replaced by it; a shuffled dataset that was created before "
+                    "the random seed was not the backup's and has been set to the backup's; a shuffled dataset that was created before "
                     "has another order. Set the seed first, or give the Trainer the backup_dir."
                 )
         self._seed = seed
@@ -125,7 +125,7 @@ class BackupSession:
         progress.mark_backed_up()
         self._state = TrainingState(self._model, self._callbacks)
         self._state.check()
-        # In this order: a difference in the arguments or the model causes the differences of the variables.
+        # The variables come last: if they differ because the arguments or the model differ, the error names that cause.
         self._about |= {**compatibility.describe_model(self._model), "variables": self._state.signature()}
         self._about = compatibility.to_jsonable(self._about)
         self._trained = any(keras.ops.convert_to_numpy(o.iterations) for o in optimizer_search.optimizers(self._model))
@@ -161,7 +161,7 @@ class BackupSession:
             )
         if ignored := self._state.ignored_attributes():
             logger.warning(
-                f"{self._storage.path(snapshot.point)} names {', '.join(ignored)}, which are not in the state of these callbacks: not restored"
+                f"{self._storage.path(snapshot.point)} contains {', '.join(ignored)}, which the state of these callbacks does not include: not restored"
             )
         if forgotten := self._state.unsaved_callbacks():
             logger.warning(
@@ -172,7 +172,7 @@ class BackupSession:
             further = (
                 f"To train further, raise epochs. Received: {epochs}."
                 if not stops
-                else "More epochs train nothing, as a callback, or stop_training, has stopped it."
+                else "A higher number of epochs changes nothing, because a callback or stop_training has ended it."
             )
             logger.warning(
                 f"fit trains nothing: the training in backup_dir {path!r} finished at epoch {last} (step {position.step}). {further} To "
@@ -188,7 +188,7 @@ class BackupSession:
         return range(first_epoch, epochs)
 
     def _is_last(self) -> bool:
-        """Returns whether no later fit has begun, in a run that no supervisor restarted."""
+        """Returns False if the program has begun a later fit, or if a supervisor has restarted it."""
         with contextlib.suppress(tf.errors.OpError, OSError):
             return not progress.restarts() and not tf.io.gfile.isdir(self._next_folder)
         return False
@@ -312,7 +312,7 @@ class BackupSession:
         return Snapshot(SavePoint(position.step, position.epoch_step == 0), manifest, shared, own)
 
     def _logs(self) -> Logs:
-        """Returns the last step's logs, as the epoch would have them if it ended now."""
+        """Returns the logs that the epoch would have if it ended now."""
         computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
         return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
 
@@ -366,7 +366,7 @@ class SaveAgreement:
     Each rank writes two flags into `strategy.flags`: it is preempted, it is time to save. The training step sums them over the
     ranks, so that all ranks read the same flags at the same step.
 
-    `peer_preempted` returns whether another task, which this one cannot do without, is preempted.
+    `peer_preempted` returns whether a task that this task needs is preempted.
     """
 
     ranks: Ranks

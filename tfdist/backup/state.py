@@ -31,21 +31,21 @@ class TrainingState:
     """Captures and restores the state of a built and compiled model and of its callbacks on this rank.
 
     Attributes:
-        resizes: Whether the state to restore is that of another number of replicas. For the caller to set.
+        resizes: Whether the state to restore is of a run with another number of replicas; set by the caller.
     """
 
     def __init__(self, model: keras.Model, callbacks: Sequence[keras.callbacks.Callback]):
         self._strategy = model.distribute_strategy
         self._statistics: MovingStatistics = self._strategy.statistics
         self._callbacks = dict(_stateful_callbacks(callbacks))
-        self._unnamed = [c for c in callbacks if c not in self._callbacks.values()]
+        self._unsaved_callbacks = [c for c in callbacks if c not in self._callbacks.values()]
         self._ignored: set[str] = set()
         self.resizes = False
         self._variables = dict(named_variables(model))
         several = self._strategy.num_replicas_in_sync > 1 and not self._strategy.traits.asynchronous
         self._replicas = self._strategy.local_replicas if several else [0]
         slots = {id(v.value) for optimizer in optimizer_search.optimizers(model) for v in optimizer.variables}
-        self._own = {
+        self._per_replica = {
             name
             for name, variable in self._variables.items()
             if _is_per_replica(variable, is_slot=id(variable) in slots)
@@ -68,16 +68,16 @@ class TrainingState:
                 values = [component.read_value() for component in self._components(variable)]
                 if to_host:
                     values = [tf.identity(value) for value in values]
-                if name in self._own:
+                if name in self._per_replica:
                     own |= self._by_replica(name, values)
                 else:
                     shared[name] = values[0]
             if (seed := random_seeds.global_seed(self._strategy)) is not None:
                 own |= self._by_replica(_GLOBAL_SEED, map(tf.identity, self._components(seed)))
             arrays: dict[str, np.ndarray] = {}
-            remembered = {name: _to_json(_get_state(c), name, arrays) for name, c in self._callbacks.items()}
+            callback_states = {name: _to_json(_get_state(c), name, arrays) for name, c in self._callbacks.items()}
             rest = {
-                "callbacks": remembered,
+                "callbacks": callback_states,
                 "synchronized": self._statistics.synchronized,
                 "logs": _to_json(logs, "logs", arrays),
             }
@@ -95,7 +95,7 @@ class TrainingState:
 
         Args:
             shared: The state that all ranks share.
-            own: The state of this rank, and of this rank's replicas. After a change of the number of replicas, that of all replicas.
+            own: The state of this rank and of its replicas; of all replicas if their number has changed.
         """
         by_name: dict[str, dict[int, np.ndarray]] = {name: {0: value} for name, value in shared.items()}
         for key, value in own.items():
@@ -118,9 +118,9 @@ class TrainingState:
         return {replica_key(replica, name): value for replica, value in zip(self._replicas, values, strict=True)}
 
     def _assign(self, name: str, variable: tf.Variable, values: Mapping[int, np.ndarray]) -> None:
-        """Assigns the saved values of replicas, or of all replicas as 0, to a variable of this run."""
+        """Assigns saved values to a variable of this run. `values` has a value for each replica; a shared value has the key 0."""
         components = self._components(variable)
-        if name not in self._own and name != _GLOBAL_SEED:
+        if name not in self._per_replica and name != _GLOBAL_SEED:
             new = [_combined(variable, values)] * len(components)
         elif set(self._replicas) <= set(values) and not self.resizes:
             new = [values[replica] for replica in self._replicas]
@@ -132,8 +132,8 @@ class TrainingState:
     def local_variables(self) -> list[tf.Variable]:
         """Returns this process's components of all variables that `capture` reads."""
         seed = random_seeds.global_seed(self._strategy)
-        every = [*self._variables.values(), *([] if seed is None else [seed])]
-        return [component for variable in every for component in self._components(variable)]
+        variables = [*self._variables.values(), *([] if seed is None else [seed])]
+        return [component for variable in variables for component in self._components(variable)]
 
     def ignored_attributes(self) -> list[str]:
         """Returns the attributes of callbacks that a backup contains and that `restore` has not set."""
@@ -144,7 +144,7 @@ class TrainingState:
         return sorted(
             {
                 type(callback).__qualname__
-                for callback in users_callbacks(self._unnamed)
+                for callback in users_callbacks(self._unsaved_callbacks)
                 if vars(callback).keys() - STATELESS_ATTRIBUTES
             }
         )
@@ -154,7 +154,7 @@ class TrainingState:
 
 
 def replica_key(replica: int, name: str) -> str:
-    """Returns the name in a backup of a replica's value of a variable."""
+    """Returns the key of a replica's value of a variable in a backup."""
     return f"replica-{replica}/{name}"
 
 
@@ -164,7 +164,7 @@ def is_of_replica(key: str) -> bool:
 
 
 def replicas_of(own: Iterable[str]) -> dict[str, list[int]]:
-    """Returns the replicas whose values a part of a backup holds, by the variable's name."""
+    """Returns, for each variable, the replicas whose values are in a backup's part with the keys `own`."""
     replicas: dict[str, list[int]] = {}
     for match in filter(None, map(_OF_REPLICA.fullmatch, own)):
         replicas.setdefault(match[2], []).append(int(match[1]))
@@ -172,9 +172,9 @@ def replicas_of(own: Iterable[str]) -> dict[str, list[int]]:
 
 
 def _for_replica(name: str, variable: tf.Variable, values: Mapping[int, np.ndarray], replica: int) -> Any:
-    """Returns the value of one replica of a run with another number of replicas than the backup.
+    """Returns the value for one replica from a backup of another number of replicas.
 
-    Means over replicas stay means, and sums stay sums. The seeds of the replicas follow from the first one's.
+    The mean or sum over the replicas does not change. Each replica's seed is computed from the first replica's.
     """
     if SEED_STATE in name or name == _GLOBAL_SEED:
         first, counter = values[min(values)]
@@ -185,7 +185,7 @@ def _for_replica(name: str, variable: tf.Variable, values: Mapping[int, np.ndarr
 
 
 def _combined(variable: tf.Variable, values: Mapping[int, np.ndarray]) -> np.ndarray:
-    """Returns the one value of a variable whose replicas have had separate values."""
+    """Combines the replicas' values of a variable: returns their sum, their mean, or the first one."""
     stacked = np.stack([values[replica] for replica in sorted(values)])
     if variable.aggregation == tf.VariableAggregation.SUM:
         return stacked.sum(0, dtype=stacked.dtype)
@@ -243,7 +243,7 @@ def _get_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
 
 
 def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set[str]:
-    """Restores the attributes that `_get_state` saves; returns the other names: a file must not decide which attributes are set."""
+    """Restores the attributes that `_get_state` saves; returns the names of others in `state`: a file must not choose attributes."""
     kinds = (names for kind, names in CALLBACK_STATE.items() if isinstance(callback, kind))
     known = {name for names in kinds for name in names}
     if "state_dict" in state and hasattr(callback, "state_dict"):

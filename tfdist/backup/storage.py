@@ -272,7 +272,7 @@ class Storage:
             if now - begun > _PARTS_TIMEOUT:
                 raise BackupError(
                     f"{self.path(point, part)}.index has not appeared within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
-                    f"folder {self.folder!r}? backup_dir must be one that they share."
+                    f"folder {self.folder!r}? backup_dir must be a folder that all tasks share."
                 )
             if now - reported > _REPORT_EVERY:
                 logger.info(f"waiting for {self.path(point, part)}.index")

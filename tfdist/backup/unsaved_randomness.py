@@ -113,5 +113,5 @@ def _user_lines(graph: tf.Graph) -> Iterator[str]:
 
 def _user_line(operation: tf.Operation) -> str | None:
     """Returns the user's line that created an operation, or None."""
-    own = [frame for frame in operation.traceback if not frame.filename.startswith(_LIBRARIES)]
-    return f"{os.path.basename(own[-1].filename)}:{own[-1].lineno}" if own else None
+    user_frames = [frame for frame in operation.traceback if not frame.filename.startswith(_LIBRARIES)]
+    return f"{os.path.basename(user_frames[-1].filename)}:{user_frames[-1].lineno}" if user_frames else None

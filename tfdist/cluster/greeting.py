@@ -61,7 +61,7 @@ def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
 
 @contextlib.contextmanager
 def naming_port_owner(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
-    """Raises an error that names the port and its owner if TensorFlow's server, started inside, cannot listen. TensorFlow names neither.
+    """Raises an error that names the port and its owner if TensorFlow's server, started within the context, cannot listen. TensorFlow names neither.
 
     Raises:
         ClusterError: Another process has taken the port since `listening_for_peers` released it.

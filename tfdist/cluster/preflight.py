@@ -27,7 +27,7 @@ _LINGER = reachability.ANSWER_TIMEOUT + 2.0
 
 @contextlib.contextmanager
 def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT) -> Iterator[None]:
-    """Waits until all tasks can be reached. TensorFlow's own wait for them, inside, may take `timeout` seconds more.
+    """Waits until all tasks can be reached. Within the context, TensorFlow may wait for them for `timeout` seconds more.
 
     Args:
         cluster: The cluster.
@@ -109,9 +109,9 @@ def wait_until_reachable(
 
 @contextlib.contextmanager
 def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> Iterator[None]:
-    """Prints every 10 s which tasks TensorFlow, started inside, waits for; ends the process after `timeout`.
+    """Prints every 10 s the tasks that TensorFlow, started within the context, waits for; ends the process after `timeout`.
 
-    The code inside must release the interpreter's lock, or lend it (`compat.tf_cluster.lock_lender`). SIGINT and SIGTERM end the process at once.
+    The code within the context must release the interpreter's lock, or lend it (`compat.tf_cluster.lock_lender`). SIGINT and SIGTERM end the process at once.
 
     Args:
         cluster: The cluster.

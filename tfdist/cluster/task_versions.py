@@ -25,7 +25,7 @@ _MOST = 4096  # bytes of a task's line that are read
 # A difference in these is a warning; in the others it is an error.
 _MAY_DIFFER = ("python", "numpy", "script")
 
-devices = ""  # the number of devices of this task that have a replica, if it has any
+devices = ""  # the number of this task's devices that have a replica; empty if the task trains no replica
 configuration = ""  # checksum of the task's configuration; empty if it has none
 script = ""  # path of the task's script; empty means the main module
 
@@ -64,7 +64,7 @@ def encode() -> bytes:
 
 
 def decode(line: bytes) -> dict[str, str]:
-    """Returns the versions and checksums of another task; empty if it sends none that can be read."""
+    """Returns the versions and checksums of another task; empty if they cannot be read."""
     try:
         versions = json.loads(line[:_MOST])
     except (ValueError, RecursionError):
@@ -83,9 +83,9 @@ def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Ite
         (others[chief], "the chief") if others.get(chief) else (own(), "this task" if chief else "the chief")
     )
     tasks = {**others, "this task": own()}
-    for task, theirs in tasks.items():
+    for task, versions in tasks.items():
         for name in expected:
-            wanted, actual = expected[name], theirs.get(name)
+            wanted, actual = expected[name], versions.get(name)
             if wanted and actual and wanted != actual:
                 if name in ("script", "configuration"):
                     sentence = f"{task} has another {name} than {title}"

@@ -44,11 +44,11 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
             else:
                 owner[same] = task
     # Every host would connect to itself there (tensorflow#57372).
-    here = [address for address in owner if _is_each_hosts_own(address.rpartition(":")[0].strip("[]"))]
-    if here and len(here) < len(owner):
-        other = next(address for address in owner if address not in here)
+    loopback = [address for address in owner if _is_each_hosts_own(address.rpartition(":")[0].strip("[]"))]
+    if loopback and len(loopback) < len(owner):
+        other = next(address for address in owner if address not in loopback)
         yield (
-            f"{owner[here[0]]}: address {here[0]!r} is each host's own, but {owner[other]} is at {other!r}; write a name at "
+            f"{owner[loopback[0]]}: address {loopback[0]!r} is each host's own, but {owner[other]} is at {other!r}; write a name at "
             "which the other hosts reach it."
         )
     chiefs = jobs.get("chief", ())

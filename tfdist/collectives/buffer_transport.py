@@ -86,8 +86,8 @@ class Store:
 
     def part(self, name: str, ranks: Sequence[int] | None = None) -> Store:
         """Returns a store with a longer key prefix, for `ranks` (which include this rank) or by default for all ranks."""
-        part = dataclasses.replace(self, name=f"{self.name}/{name}")
-        return part if ranks is None else dataclasses.replace(part, rank=ranks.index(self.rank), size=len(ranks))
+        store = dataclasses.replace(self, name=f"{self.name}/{name}")
+        return store if ranks is None else dataclasses.replace(store, rank=ranks.index(self.rank), size=len(ranks))
 
 
 class ExchangedTransport(BufferTransport):

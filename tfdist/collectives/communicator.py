@@ -16,7 +16,7 @@ from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 
 Result = TypeVar("Result")
-_PIECES = 8  # maximum per rank's part of a sum, 4 MB or less each: a rank adds one piece while it receives the next
+_PIECES = 8  # maximum number of pieces (of about 4 MB) of a rank's part of a sum: a rank adds one piece while it receives the next
 _SMALL_BYTES = 2**15  # up to this size each process sums the entire tensor: one collective instead of two
 _LANES = 16  # maximum number of lanes, because each running collective occupies a thread
 # _KEYS exceeds the number of collectives in a step, _RESERVED_KEYS the number of steps in an execution.
@@ -26,12 +26,12 @@ _KEYS, _RESERVED_KEYS = 2**20, 1000
 class Communicator:
     """Runs the exchanges of this process's ranks, with all ranks of the group. A rank is a replica.
 
-    This class serves ranks that are all in this process. With several processes, each joins the tensors of its own ranks first and
-    exchanges the result with the others, by the methods whose names end in `_processes`: bytes do not grow with the ranks of a process.
-    Sums over ranks have the order of `tree`.
+    This class serves ranks that are all in this process. Subclasses for several processes override the methods that end in
+    `_processes`. Each process first combines the tensors of its ranks and then exchanges one result, so the bytes of a sum do not grow
+    with the number of ranks in a process. Sums over ranks have the order of `tree`.
 
     Args:
-        ranks: The ranks in this process, an aligned part of all.
+        ranks: The ranks in this process: consecutive numbers, equally many in each process.
         size: The number of ranks in all processes.
     """
 
@@ -121,7 +121,7 @@ class Communicator:
         return [list(totals) for _ in tensors]
 
     def _reduce_packed(self, values: list[tf.Tensor], largest: bool) -> list[tf.Tensor]:
-        """Returns the sums over processes. The tensors of one dtype share a message; a large one travels alone, without a copy."""
+        """Returns the sums over processes. The tensors of one dtype share a message; a tensor of unknown size has its own."""
         totals = list(values)
         for dtype in dict.fromkeys(value.dtype for value in values):
             # TensorFlow cannot split a tensor without elements into pieces.
@@ -138,11 +138,13 @@ class Communicator:
         return totals
 
     def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        own = tf.stack(tensors)
-        every = (
-            tf.reshape(self._gather_of_processes(own), [self.size, *tensors[0].shape]) if self.processes > 1 else own
+        local = tf.stack(tensors)
+        gathered = (
+            tf.reshape(self._gather_of_processes(local), [self.size, *tensors[0].shape])
+            if self.processes > 1
+            else local
         )
-        return [every] * len(tensors)
+        return [gathered] * len(tensors)
 
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
         local, shape = len(tensors), tensors[0].shape[1:]
@@ -163,7 +165,7 @@ class Communicator:
         return tensor[tf.newaxis]
 
     def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the rows of a tensor `[processes, ...]` that the processes send to this one."""
+        """Sends row p of a tensor `[processes, ...]` to process p; returns the rows that this process receives."""
         return tensor
 
     def _gather_rows_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
@@ -202,7 +204,7 @@ def check_compresses(strategy: tf.distribute.Strategy) -> None:
     """Checks that a strategy supports compression, and so has a communicator.
 
     Raises:
-        ConfigError: It does not.
+        ConfigError: The strategy does not support compression.
     """
     if not traits_of(strategy).compresses:
         raise ConfigError(
@@ -224,7 +226,7 @@ class CrossProcessCommunicator(Communicator):
         ranks: The ranks in this process.
         size: The number of ranks in all processes.
         launcher: Launches the collectives of this process.
-        in_order: Whether sums have the order of `tree`; else that of TensorFlow's all-reduce, such as NCCL's.
+        in_order: Whether sums have the order of `tree`; otherwise they have the order of TensorFlow's all-reduce, for example of NCCL.
     """
 
     def __init__(self, ranks: Sequence[int], size: int, launcher: Launcher, in_order: bool = True):
@@ -233,17 +235,18 @@ class CrossProcessCommunicator(Communicator):
         self._tokens: dict[int, Any] = {}
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
-        # Two numbers have one sum. TensorFlow's ring adds more of them in an order that depends on their place in the tensor.
+        # The order does not matter for two numbers. TensorFlow's ring adds more numbers in an order that depends on their position in
+        # the tensor.
         if largest or self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
             return self._all_reduce_by_tensorflow(tensor, largest)
         vector, count = tf.reshape(tensor, [-1]), tensor.shape.num_elements()
         if count is None or count * tensor.dtype.size <= _SMALL_BYTES:
             total = tree_sum(tf.unstack(self._gather_of_processes(vector)))
         else:
-            rest = -count % self.processes
-            parts = tf.reshape(tf.pad(vector, [[0, rest]]) if rest else vector, [self.processes, -1])
-            part = tree_sum(tf.unstack(self._exchange_of_processes(parts)))
-            total = tf.reshape(self._gather_of_processes(part), [-1])[:count]
+            padding = -count % self.processes
+            parts = tf.reshape(tf.pad(vector, [[0, padding]]) if padding else vector, [self.processes, -1])
+            local_part = tree_sum(tf.unstack(self._exchange_of_processes(parts)))
+            total = tf.reshape(self._gather_of_processes(local_part), [-1])[:count]
         return tf.reshape(total, tf.shape(tensor) if count is None else tensor.shape)
 
     def _all_reduce_by_tensorflow(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
@@ -251,8 +254,8 @@ class CrossProcessCommunicator(Communicator):
         return self._launch(tf_cluster.all_reduce, tensor, merge_op=merge, max_subdivs_per_device=_PIECES)
 
     def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
-        every = self._launch(tf_cluster.all_gather, tensor[tf.newaxis])
-        return tf.ensure_shape(every, [self.processes, *tensor.shape])
+        gathered = self._launch(tf_cluster.all_gather, tensor[tf.newaxis])
+        return tf.ensure_shape(gathered, [self.processes, *tensor.shape])
 
     def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._launch(tf_cluster.all_to_all, tensor)
@@ -263,24 +266,24 @@ class CrossProcessCommunicator(Communicator):
     def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         if self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
             return self._launch(tf_cluster.all_reduce, tensor, _key_of(step), merge_op="Add")
-        every = self._launch(tf_cluster.all_gather, tensor[tf.newaxis], _key_of(step))
-        return tree_sum([every[process] for process in range(self.processes)])
+        gathered = self._launch(tf_cluster.all_gather, tensor[tf.newaxis], _key_of(step))
+        return tree_sum([gathered[process] for process in range(self.processes)])
 
     def _gather_unequal_rows_of_processes(
         self, values: tf.Tensor, indices: tf.Tensor, step: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         width, rows = values.shape[1], tf.shape(indices)
         counts = self._gather_rows_of_processes(rows, step)
-        most = tf.reduce_max(counts)
-        padding = most - rows[0]
+        max_rows = tf.reduce_max(counts)
+        padding = max_rows - rows[0]
         values = self._gather_rows_of_processes(tf.pad(values, [[0, padding], [0, 0]]), step)
         indices = self._gather_rows_of_processes(tf.pad(indices, [[0, padding]]), step)
-        present = tf.ensure_shape(tf.reshape(tf.sequence_mask(counts, most), [-1]), [None])
+        present = tf.ensure_shape(tf.reshape(tf.sequence_mask(counts, max_rows), [-1]), [None])
         values, indices = tf.ensure_shape(values, [None, width]), tf.ensure_shape(indices, [None])
         return tf.boolean_mask(values, present), tf.boolean_mask(indices, present)
 
     def _launch(self, collective: Any, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
-        # TensorFlow gathers no bfloat16.
+        # TensorFlow cannot gather bfloat16.
         if collective is tf_cluster.all_gather and tensor.dtype == tf.bfloat16:
             return tf.bitcast(self._launch(collective, tf.bitcast(tensor, tf.float16), key, **how), tf.bfloat16)
         options = tf_cluster.options(self._launcher)
@@ -308,7 +311,7 @@ class CrossProcessCommunicator(Communicator):
 
 
 class DeviceCommunicator(Communicator):
-    """Ranks on GPUs, each of which takes part in the collectives itself: NCCL knows the fastest way between them, and adds in its own order.
+    """Ranks on GPUs. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs, and adds in its own order.
 
     Args:
         strategy: The strategy of the ranks.
@@ -317,7 +320,7 @@ class DeviceCommunicator(Communicator):
     def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
         ranks, size = _ranks(strategy), tf_internals.num_replicas(strategy)
         super().__init__(ranks, size)
-        self._each = [
+        self._communicators = [
             CrossProcessCommunicator([rank], size, launcher, in_order=False)
             for rank, launcher in zip(ranks, tf_cluster.launchers(strategy), strict=True)
         ]
@@ -325,16 +328,28 @@ class DeviceCommunicator(Communicator):
     def _answer(self, requests: list[Any]) -> list[Any]:
         if isinstance(requests[0], Cond):
             return super()._answer(requests)
-        return [each._answer([request])[0] for each, request in zip(self._each, requests, strict=True)]
+        return [
+            communicator._answer([request])[0]
+            for communicator, request in zip(self._communicators, requests, strict=True)
+        ]
 
     def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [each.gather([tensor], step)[0] for each, tensor in zip(self._each, tensors, strict=True)]
+        return [
+            communicator.gather([tensor], step)[0]
+            for communicator, tensor in zip(self._communicators, tensors, strict=True)
+        ]
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
-        return [each.gather_rows([rows], step)[0] for each, rows in zip(self._each, slices, strict=True)]
+        return [
+            communicator.gather_rows([rows], step)[0]
+            for communicator, rows in zip(self._communicators, slices, strict=True)
+        ]
 
     def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [each.add([tensor], step)[0] for each, tensor in zip(self._each, tensors, strict=True)]
+        return [
+            communicator.add([tensor], step)[0]
+            for communicator, tensor in zip(self._communicators, tensors, strict=True)
+        ]
 
 
 class ByteCounter(InProcessCommunicator):
@@ -395,12 +410,12 @@ def tree_sum(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def _add(left: tf.Tensor, right: tf.Tensor) -> tf.Tensor:
     total = tf.add(left, right)
-    # Grappler rewrites nested additions to one AddN, which adds from left to right. It leaves a Snapshot alone, which copies nothing.
+    # Grappler rewrites nested additions to one AddN, which adds from left to right. A Snapshot prevents that, and copies nothing.
     return total if tf.executing_eagerly() else tf.raw_ops.Snapshot(input=total)
 
 
 def _key_of(step: tf.Tensor) -> tf.Tensor:
-    """Returns the suffix of the key of a collective whose shape may differ between the steps of an execution.
+    """Returns the number to add to the key of a collective whose shape may differ between the steps of an execution.
 
     Within one execution TensorFlow treats collectives with equal keys as the same collective and expects the same shape. So TensorFlow's
     gather of rows fails if two steps of an execution have different numbers of rows.

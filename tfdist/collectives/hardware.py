@@ -64,7 +64,7 @@ def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, worke
 
 
 def describe_difference(strategy: tf.distribute.Strategy) -> str:
-    """Returns a phrase on how the workers' processors differ; empty if they do not, or without workers."""
+    """Returns the difference between the workers' processors as a phrase; empty if they are equal or there is one worker."""
     ours = as_ours(strategy)
     counts = ours.unlike_processors if ours else ()
     if len(set(counts)) > 1:

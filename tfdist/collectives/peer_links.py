@@ -61,7 +61,7 @@ class PeerLinks:
             _send(connection, message)
 
     def wait(self) -> None:
-        """Waits until all ranks have reached the oldest posted point that was not waited for.
+        """Waits until all ranks have reached the next point: the first `wait` is for the point of the first `post`, and so on.
 
         Raises:
             ConnectionError: A rank has died, ended or given up; or `shut` was called.

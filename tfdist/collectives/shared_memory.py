@@ -101,15 +101,17 @@ class SharedMemoryTransport(BufferTransport):
         for index, piece in enumerate(pieces):
             self._links.wait()  # until all ranks have written this piece
             parts = self._parts(piece)
-            own = parts[self.rank]
+            own_part = parts[self.rank]
             # The sum goes into this rank's slot, where the others read it. Its own part of the slot is free: `_put` writes only the
             # parts that other ranks add up.
-            total = slots[self.rank, own]
-            reduce_in_order([piece[own] if r == self.rank else slots[r, own] for r in range(self.size)], total, largest)
+            total = slots[self.rank, own_part]
+            reduce_in_order(
+                [piece[own_part] if r == self.rank else slots[r, own_part] for r in range(self.size)], total, largest
+            )
             self._links.post(signature)
             # Write the next piece while slower ranks still add up this one: it goes into the next slot, so these can be read.
             next_slots = self._put(pieces[index + 1], signature) if index + 1 < len(pieces) else slots
-            results[index][own] = total
+            results[index][own_part] = total
             self._links.wait()  # until all ranks have written their sums
             for other in self._others:
                 results[index][parts[other]] = slots[other, parts[other]]
@@ -157,13 +159,13 @@ class SharedMemoryTransport(BufferTransport):
 
     def _exchange_piece(self, slots: np.ndarray, rows: np.ndarray) -> Callable[[], None]:
         width = slots.shape[1] // self.size
-        own = slots[:, : width * self.size].reshape(self.size, self.size, width)[:, :, : rows.shape[1]]
+        messages = slots[:, : width * self.size].reshape(self.size, self.size, width)[:, :, : rows.shape[1]]
         for other in self._others:
-            own[self.rank, other] = rows[other]
+            messages[self.rank, other] = rows[other]
 
         def read() -> None:
             for other in self._others:
-                rows[other] = own[other, self.rank]
+                rows[other] = messages[other, self.rank]
 
         return read
 

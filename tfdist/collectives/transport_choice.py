@@ -66,11 +66,11 @@ def choose(
             f"strategy.transport must be the same for all workers. Received: {', '.join(sorted(wishes))}."
         )
     bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, addresses, timeout_seconds)
-    own = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
+    default = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
     if ranks.size == 1:
-        choice = Choice(own, own, "there is one worker", cross_process_communicator(strategy))
+        choice = Choice(default, default, "there is one worker", cross_process_communicator(strategy))
     elif wanted == "auto":
-        choice = _automatic(strategy, bootstrap, own)
+        choice = _automatic(strategy, bootstrap, default)
     elif wanted in TENSORFLOW_TRANSPORTS:
         choice = Choice(wanted, wanted, _NAMED, cross_process_communicator(strategy))
     else:
@@ -87,11 +87,11 @@ def choose(
     return choice
 
 
-def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:
+def _automatic(strategy: Strategy, bootstrap: Bootstrap, default: str) -> Choice:
     """Chooses by the workers' devices and hosts only: a choice by measured speed could differ after a restart and change the results."""
     tensorflow = cross_process_communicator(strategy)
     if unfit := bootstrap.ranks.agree(_unfit_devices(strategy)):
-        return Choice(own, own, unfit, tensorflow)
+        return Choice(default, default, unfit, tensorflow)
     hosts = len(set(bootstrap.ranks.gather_texts(shared_memory_rendezvous.host_key())))
     name, where = (
         ("shared_memory", "all workers share a host") if hosts == 1 else ("mpi", f"the workers are on {hosts} hosts")
@@ -101,7 +101,9 @@ def _automatic(strategy: Strategy, bootstrap: Bootstrap, own: str) -> Choice:
         impossible = (
             f", and {name} is not possible: {connected.reason}"  # without mpirun, the absence of MPI is expected
         )
-        return Choice(own, own, where + (impossible if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow)
+        return Choice(
+            default, default, where + (impossible if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow
+        )
     communicator = _buffered(strategy, connected.transport, bootstrap.timeout_seconds)
     return Choice(name, connected.way, where + (", and MPI has started them" if name == "mpi" else ""), communicator)
 

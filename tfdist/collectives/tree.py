@@ -1,8 +1,8 @@
-"""The one order in which numbers of several replicas are added: a binary tree over the replicas' numbers. No TensorFlow here.
+"""The order in which values of replicas are added: a binary tree over the replicas. No TensorFlow here.
 
-Neighbors are added first, `(0 + 1) + (2 + 3)`; of an odd number of values the last one waits for the next level. A process that holds
-an aligned power of two of the replicas holds a whole branch of the tree, so it can add its own values first and send one sum. The sum
-has the same bits wherever the replicas run.
+Neighbors are added first, `(0 + 1) + (2 + 3)`. If a level has an odd number of values, the last one moves to the next level. If a
+process has 1, 2, 4, ... replicas, they are a whole branch of the tree: the process adds their values first and sends one sum. The
+sum has the same bits wherever the replicas run.
 """
 
 from __future__ import annotations

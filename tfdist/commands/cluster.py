@@ -164,7 +164,7 @@ def show(resolved: ResolvedCluster | None, style: str) -> str:
 def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
     """Checks this task's port and the peers' names and ports; prints the result and returns the exit code."""
     proxies = {name: value for name, value in os.environ.items() if name.lower() in _PROXIES and value}
-    # Without the text before the host, which may contain a user's password.
+    # Omit the user's name and password, which may precede the host.
     named = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in proxies.items())
     print(f"proxies: {named or 'none'}; the cluster bypasses them")
     try:

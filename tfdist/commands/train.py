@@ -343,12 +343,12 @@ def train(
     steps = config.steps_per_epoch or task_checks.checked_steps(config.task, task.steps_per_epoch(batch_size))
     if steps == 0:
         raise ConfigError(f"global_batch_size {batch_size} is larger than the training data of task {config.task!r}.")
-    trainer.say_replicas(batch_size)
+    trainer.print_replicas(batch_size)
     if trainer.is_chief:
         summary_lib.write_json(workdir / "config.json", config_lib.to_dict(config))
 
     model = configured.build_model(trainer, config, task, lambda: build_optimizer(config, in_sync, steps))
-    if not (backup and backup.goes_on()):
+    if not (backup and backup.resumes()):
         configured.load_initial_weights(config, trainer, model)
 
     sent = None

@@ -80,9 +80,9 @@ def replace_writers(make: Callable[[Method], Method]) -> None:
         make: Takes one of Keras' writers and returns its replacement; both are called as `writer(saveable, filepath, ...)`.
     """
     for module, name in KERAS_WRITERS:
-        if not hasattr(own := getattr(module, name), "keras_own"):
-            writer = make(own)
-            writer.keras_own = own  # type: ignore[attr-defined]
+        if not hasattr(original := getattr(module, name), "keras_own"):
+            writer = make(original)
+            writer.keras_own = original  # type: ignore[attr-defined]
             setattr(module, name, writer)
 
 

@@ -20,14 +20,14 @@ def optimizers(model: keras.Model) -> list[keras.optimizers.Optimizer]:
     The list omits an optimizer that a `LossScaleOptimizer` in it wraps. It also omits optimizers of layers and helper objects that
     belong to another strategy, because no step of this model can use them.
     """
-    own = optimizers_in_attributes(model)
+    in_attributes = optimizers_in_attributes(model)
     strategy = model.distribute_strategy
     deeper = [
         optimizer
         for optimizer in _optimizers_in_parts(model)
         if is_created_in_scope(_wrapped_optimizer(optimizer), strategy)
     ]
-    return _without_wrapped([*own, *deeper])
+    return _without_wrapped([*in_attributes, *deeper])
 
 
 def optimizers_in_attributes(model: keras.Model) -> list[keras.optimizers.Optimizer]:

@@ -1,7 +1,7 @@
 """TensorFlow's mirrored strategies, with sums over replicas in an order that the caller decides.
 
-TensorFlow adds the replicas of one process from left to right, and those of several by a ring, whose order depends on the place in the
-tensor. A release may move the private names that are used here: tests/architecture/test_keras_internals.py says which.
+TensorFlow adds the replicas of one process from left to right. Between processes it uses a ring, whose order depends on the position
+in the tensor. This module uses private names: tests/architecture/test_keras_internals.py fails and names them if a release moves them.
 """
 
 from __future__ import annotations
@@ -20,9 +20,9 @@ Sums = Callable[[Sequence[Sequence[tf.Tensor]]], Sequence[Sequence[tf.Tensor]]]
 
 
 class _Extended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
-    """Uses the devices it is given, and sums by a function of ours, if there is one.
+    """TensorFlow's class, with an argument for the devices, and with the sums of `sum_by`, if it was called.
 
-    TensorFlow uses all GPUs, or one CPU, and sums by a ring over the devices.
+    TensorFlow's own class uses all GPUs, or one CPU, and sums by a ring over the devices.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, resolver: Any, options: Any, devices: Sequence[str]):
@@ -37,7 +37,7 @@ class _Extended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Structure, options: Any = None) -> Structure:
         if isinstance(self._cross_device_ops, _OrderedAllReduce) and len(self.worker_devices) > 1:
-            # A process adds the values of its own replicas first, so they must meet: by the method of TensorFlow's base class.
+            # A process adds the values of its own replicas first. The base class's method brings them together, by a merge_call.
             return tf.distribute.StrategyExtended._replica_ctx_all_reduce(self, reduce_op, value, options)
         return super()._replica_ctx_all_reduce(reduce_op, value, options)
 
@@ -62,10 +62,12 @@ class _OrderedAllReduce(cross_device_ops.CollectiveAllReduce):
 
     def _totals(self, reduce_op: Any, replicas: Sequence[Sequence[Any]]) -> list[list[tf.Tensor]]:
         results = []
-        totals = self.sums([[tf.convert_to_tensor(value) for value in own] for own in replicas])
-        for device_name, own in zip(self._devices, totals, strict=True):
-            with tf.device(device_name):  # an identity of its own, or TensorFlow takes the replicas' results for one
-                results.append([tf.identity(value) for value in own])
+        totals = self.sums([[tf.convert_to_tensor(value) for value in tensors] for tensors in replicas])
+        for device_name, device_totals in zip(self._devices, totals, strict=True):
+            with tf.device(
+                device_name
+            ):  # a tensor for each replica, because `regroup` merges values that are the same object
+                results.append([tf.identity(value) for value in device_totals])
                 if reduce_op == tf.distribute.ReduceOp.MEAN:
                     results[-1] = [value / self._group_size for value in results[-1]]
         return results
@@ -76,22 +78,22 @@ def _has_sparse(tensors: Sequence[Any]) -> bool:
 
 
 class _MirroredExtended(mirrored_strategy.MirroredExtended):
-    """Sums to any device by the given operations. TensorFlow sums to a CPU by operations of its own."""
+    """TensorFlow's class, which sums to a CPU by other operations; this one sums by `cross_device_ops` to any device."""
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         operations = self._cross_device_ops
-        is_own = isinstance(value, values.DistributedValues) and not isinstance(value, values.Mirrored)
-        if is_own and isinstance(operations, tf.distribute.ReductionToOneDevice):
+        is_per_replica = isinstance(value, values.DistributedValues) and not isinstance(value, values.Mirrored)
+        if is_per_replica and isinstance(operations, tf.distribute.ReductionToOneDevice):
             return operations.reduce(reduce_op, value, destinations)
         return super()._reduce_to(reduce_op, value, destinations, options)
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):
-    """TensorFlow's strategy, which uses the operations that it is given for all sums.
+    """TensorFlow's strategy, which uses `cross_device_ops` for all sums, also to a CPU.
 
     Args:
-        devices: As of TensorFlow.
-        cross_device_ops: As of TensorFlow.
+        devices: As in TensorFlow.
+        cross_device_ops: As in TensorFlow.
     """
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None):
@@ -99,11 +101,11 @@ class MirroredStrategy(tf.distribute.MirroredStrategy):
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """TensorFlow's strategy, on the devices that it is given.
+    """TensorFlow's strategy, with an argument for the devices.
 
     Args:
-        cluster_resolver: As of TensorFlow.
-        communication_options: As of TensorFlow.
+        cluster_resolver: As in TensorFlow.
+        communication_options: As in TensorFlow.
         devices: The names of the devices of this worker, such as `["CPU:0", "CPU:1"]`. By default all GPUs, or one CPU.
     """
 
@@ -113,9 +115,9 @@ class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
 
 
 def sum_by(strategy: tf.distribute.MultiWorkerMirroredStrategy, sums: Sums) -> None:
-    """Makes a strategy sum dense tensors by a function, of `[replicas of this worker][tensors]` to the same."""
+    """Makes a strategy sum dense tensors by `sums`, which takes and returns `[replicas of this worker][tensors]`."""
     extended = strategy.extended
-    own = getattr(extended, TF_CROSS_DEVICE_OPS)
-    ordered = _OrderedAllReduce(own._devices, own._group_size, own._options, own._collective_keys)
+    original = getattr(extended, TF_CROSS_DEVICE_OPS)
+    ordered = _OrderedAllReduce(original._devices, original._group_size, original._options, original._collective_keys)
     ordered.sums = sums
     setattr(extended, TF_CROSS_DEVICE_OPS, ordered)

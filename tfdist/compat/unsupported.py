@@ -37,8 +37,8 @@ def check_own_loop(error: Exception) -> None:
     """
     if any(words in str(error) for words in _NO_REPLICA):
         raise ConfigError(
-            "A custom loop takes gradients, or applies an optimizer, outside of the replicas: make a function of the step, "
-            "step = trainer.step(function, uses=[model, optimizer]), and call step(batch)."
+            "A custom loop takes gradients, or applies an optimizer, outside of the replicas: put the step into a function, "
+            "create step = trainer.step(function, uses=[model, optimizer]), and call step(batch)."
         ) from error
 
 
@@ -69,7 +69,7 @@ def explaining_branches() -> Iterator[None]:
     """Raises an error with a remedy if an optimizer is applied in a nested graph, where replicas cannot reduce.
 
     Raises:
-        ConfigError: The code inside reduces gradients within `tf.cond`, `tf.while_loop` or a nested `tf.function`.
+        ConfigError: The code in the context reduces gradients within `tf.cond`, `tf.while_loop` or a nested `tf.function`.
     """
     try:
         yield
@@ -106,8 +106,8 @@ def warn_of_new_gpus(model: keras.Model) -> None:
 @functools.cache
 def _warn_of_gpu(name: str, capability: tuple[int, int]) -> None:
     logger.warning(
-        f"jit_compile=True on {name} (compute capability {capability[0]}.{capability[1]}): XLA of TensorFlow {tf.__version__} may not compile "
-        "for so new a GPU, and ends the process (tensorflow#111958). If it does, compile the model with jit_compile=False."
+        f"jit_compile=True on {name} (compute capability {capability[0]}.{capability[1]}): XLA of TensorFlow {tf.__version__} may fail to "
+        "compile for so new a GPU, which ends the process (tensorflow#111958). In that case compile the model with jit_compile=False."
     )
 
 
@@ -227,6 +227,6 @@ def check_data(strategy: tf.distribute.Strategy, data: Data) -> None:
     if draws and strategy.traits.several_processes and strategy.num_workers > 1:
         raise ConfigError(
             f"Data from Python ({kind.removesuffix('Adapter')}) cannot be split among workers: each would draw batches of "
-            "its own. Give arrays, a tf.data.Dataset that is the same on all workers, or to tfdist.Trainer a function "
+            "its own. Give arrays, a tf.data.Dataset that is the same on all workers, or give tfdist.Trainer a function "
             "(tf.distribute.InputContext) -> tf.data.Dataset that returns one worker's batches."
         )

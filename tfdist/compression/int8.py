@@ -113,13 +113,13 @@ class Int8(Int8Options, Compressor):
 
 
 def _pack_blocks(numbers: tf.Tensor) -> tf.Tensor:
-    """Returns `[..., blocks, 1 + block / 4]` int32, scale and numbers, of `[..., blocks, block]` float32."""
+    """Encodes `[..., blocks, block]` float32 as `[..., blocks, 1 + block / 4]` int32: the scale, then the numbers."""
     magnitudes = tf.where(tf.math.is_nan(numbers), math.inf, tf.abs(numbers))  # XLA's maximum ignores NaN
     largest = tf.reduce_max(magnitudes, -1, keepdims=True)
-    counts = largest > _SMALLEST
-    rounded = tf.round(numbers * tf.where(counts, _LEVELS / largest, 0))
+    is_sent = largest > _SMALLEST
+    rounded = tf.round(numbers * tf.where(is_sent, _LEVELS / largest, 0))
     # 17 significant bits, so that the product of 8 bits and the scale is exact, whether or not XLA fuses it with an addition.
-    scale = tf.bitwise.bitwise_and(tf.bitcast(tf.where(counts, largest * (1 / _LEVELS), 0), tf.int32), _SCALE_MASK)
+    scale = tf.bitwise.bitwise_and(tf.bitcast(tf.where(is_sent, largest * (1 / _LEVELS), 0), tf.int32), _SCALE_MASK)
     scale = tf.where(largest < math.inf, scale, _NAN)  # the cast of infinity to 8 bits depends on the implementation
     return tf.concat([scale, _lanes(tf.cast(rounded, tf.int8))], -1)
 
@@ -146,7 +146,7 @@ def _sum(packed: tf.Tensor) -> tf.Tensor:
 _pack, _unpack = compiled(_pack_blocks), compiled(_unpack_blocks)
 _sum_and_pack = compiled(lambda received: _pack_blocks(_sum(received)))
 _error = compiled(lambda received, rounded: _sum(received) - _unpack_blocks(rounded))
-_contribution = compiled(lambda rows, error, own: _unpack_blocks(rows) - own[:, tf.newaxis, tf.newaxis] * error)
+_contribution = compiled(lambda rows, error, mask: _unpack_blocks(rows) - mask[:, tf.newaxis, tf.newaxis] * error)
 
 
 def _inverse(scale: tf.Tensor) -> tf.Tensor:

@@ -115,7 +115,7 @@ def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
     except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
         raise ConfigError(
             "callbacks must be such as 'EarlyStopping(monitor=val_loss, patience=3); package.module:function', with numbers and "
-            f"texts as values, and each name once. Received: {format_value(text)}."
+            f"texts as values, and each argument once. Received: {format_value(text)}."
         ) from None
     if ":" in name:
         registry.check_findable("callback", name)

@@ -64,7 +64,7 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
 
     Args:
         values: The defined flags.
-        arguments: The arguments; values stay as they are.
+        arguments: The arguments; the values of flags are not changed.
         within: The flag files that are being read.
 
     Raises:
@@ -75,8 +75,13 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
         name, equals, value = argument.partition("=")
         known = re.sub(r"(?<=\w)-(?=\w)", "_", name)
         flag = known.lstrip("-")
-        if (of := flag.removeprefix("no_")) != flag and flag not in values and of in values and values[of].boolean:
-            known, flag = f"--no{of}", f"no{of}"
+        if (
+            (positive := flag.removeprefix("no_")) != flag
+            and flag not in values
+            and positive in values
+            and values[positive].boolean
+        ):
+            known, flag = f"--no{positive}", f"no{positive}"
         if argument == "--" or not (name.startswith("-") or values.is_gnu_getopt()):
             yield argument
             yield from following
@@ -97,7 +102,7 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
 
 def _flags_in(path: str, within: tuple[str, ...]) -> list[str]:
     if path in within:
-        raise ConfigError(f"--flagfile: {path} includes itself; remove the line that does.")
+        raise ConfigError(f"--flagfile: {path} includes itself; remove that --flagfile from it.")
     try:
         lines = map(str.strip, read_file(path).decode().splitlines())
     except (OSError, ValueError) as e:

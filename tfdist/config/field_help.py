@@ -55,7 +55,7 @@ def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]
 def _documented_options(group: NamedOptions) -> Iterator[tuple[str, Any, str]]:
     """Yields the name, value and description of every option of a group, those of the current `group.name` first.
 
-    An option that only some names accept (`momentum` of `sgd`), or with different defaults, lists them in its description.
+    If only some names accept an option (`momentum` of `sgd`), or if their defaults differ, its description lists these names.
     """
     descriptions = {
         option: text for cls in (*group.DOCUMENTED_BY, type(group)) for option, text in attribute_texts(cls).items()
@@ -77,7 +77,7 @@ def _documented_options(group: NamedOptions) -> Iterator[tuple[str, Any, str]]:
             ", ".join(accepting) + f": {default}" * differ for default, accepting in names_by_default.items()
         )
         same_for_all = not differ and len(defaults) == len(names)
-        yield option, value, f"{descriptions.get(option, '')} {'' if same_for_all else f'Of {accepted_by}.'}".strip()
+        yield option, value, f"{descriptions.get(option, '')} {'' if same_for_all else f'For {accepted_by}.'}".strip()
 
 
 def attribute_texts(cls: type) -> dict[str, str]:

@@ -193,8 +193,13 @@ class OptimizerConfig(NamedOptions):
 @functools.cache
 def _fields(optimizer: str) -> Mapping[str, dataclasses.Field[Any]]:
     """Returns a field for each argument of an optimizer. An empty text means a custom one: then Keras' arguments have types, but no checks."""
-    own = {name: default for takes in OPTIMIZERS.values() for name, default in takes.items()}
-    defaults = {**OPTIMIZERS.get(optimizer, own), **EVERY_OPTIMIZER, **OPTIMIZERS.get(optimizer, {}), _EXCLUDE: ""}
+    all_arguments = {name: default for takes in OPTIMIZERS.values() for name, default in takes.items()}
+    defaults = {
+        **OPTIMIZERS.get(optimizer, all_arguments),
+        **EVERY_OPTIMIZER,
+        **OPTIMIZERS.get(optimizer, {}),
+        _EXCLUDE: "",
+    }
     fields = {}
     for name, default in defaults.items():
         known = optimizer or name in EVERY_OPTIMIZER or name == _EXCLUDE

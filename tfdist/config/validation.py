@@ -196,7 +196,7 @@ def _callback_faults(config: TrainConfig) -> Iterator[str]:
         and ":" not in config.optimizer.name
         and not config.optimizer.arguments().get("use_ema")
     ):
-        yield "callbacks: SwapEMAWeights needs optimizer.use_ema=True, which is False; set it, or remove the callback."
+        yield "callbacks: SwapEMAWeights needs optimizer.use_ema, but it is False; set it to True, or remove the callback."
     if "RemoteMonitor" in names and not importlib.util.find_spec("requests"):
         yield "callbacks: RemoteMonitor needs the package requests, which is not installed; install it, or remove the callback."
 
@@ -288,8 +288,8 @@ def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
 def _known_replicas(strategy: StrategyConfig, traits: StrategyTraits, workers: int) -> int:
     """Returns the number of replicas if it is known without TensorFlow, else 0."""
     if traits.several_processes:
-        # Without names, a worker has a replica for each GPU. Their number is unknown here, so only a batch that no multiple of `workers` divides
-        # is an error.
+        # Without names, a worker has a replica for each GPU. The number of GPUs is unknown here, so the
+        # batch must only be divisible by `workers`.
         return max(workers, 0) * (len(strategy.device_names) or 1 if strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 1)
     if traits.asynchronous or traits.devices == "one":  # each step runs on one worker, or on one device
         return 1

@@ -76,8 +76,8 @@ def describe_order(dataset: tf.data.Dataset) -> list[str]:
     return transformations[::-1]
 
 
-def _function_seeds(dataset: tf.data.Dataset, decides: bool) -> Iterator[list[int]]:
-    """Yields the seeds of datasets in the functions of `dataset`; with `decides` also the seeds of random operations there."""
+def _function_seeds(dataset: tf.data.Dataset, selects: bool) -> Iterator[list[int]]:
+    """Yields the seeds of datasets in the functions of `dataset`; with `selects` also the seeds of random operations there."""
     for function in functions(dataset):
         for scope in _scopes(function.graph):
             for node in scope.values():
@@ -89,7 +89,7 @@ def _function_seeds(dataset: tf.data.Dataset, decides: bool) -> Iterator[list[in
                     ]
                     if seeds:
                         yield sorted({number for name in seeds for number in _constants(scope, name)} - {0, 2**31 - 1})
-                elif decides and "seed2" in node.attr:
+                elif selects and "seed2" in node.attr:
                     yield [int(node.attr[name].i) for name in ("seed", "seed2")]
 
 

@@ -117,7 +117,7 @@ def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
     value: Any = None
     for step in dis.get_instructions(code):
         if step.opname in ("LOAD_GLOBAL", "LOAD_DEREF"):
-            yield value  # no attribute follows, as for a function whose argument is loaded now
+            yield value  # the code loads no attribute of the previous value
             value = names.get(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
             follows = value in (random, np, np.random) or not _is_library(value.__name__)

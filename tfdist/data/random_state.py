@@ -58,9 +58,9 @@ class DatasetRandomState:
     """
 
     def __init__(self, datasets: Sequence[tf.data.Dataset], adapter: DataAdapter, is_backed_up: bool, reads_on: bool):
-        every = [node for dataset in datasets for node in walk(dataset)]
-        self._variables = list({id(v): v for node in every for v in random_states(node)}.values())
-        called = [function for node in every for function in python_functions(node)]
+        all_nodes = [node for dataset in datasets for node in walk(dataset)]
+        self._variables = list({id(v): v for node in all_nodes for v in random_states(node)}.values())
+        called = [function for node in all_nodes for function in python_functions(node)]
         self._python = PythonDataState(adapter, called, is_backed_up, reads_on)
         self.calls_python = self._python.is_used
         self.is_random = bool(self._variables) or self.calls_python
@@ -127,12 +127,12 @@ class DatasetRandomState:
         }
         return {**taken, _PYTHON: tf.constant(json.dumps({"moments": python, **hooks}))}
 
-    def load(self, own: Mapping[str, Any], goes_on: bool) -> None:
+    def load(self, own: Mapping[str, Any], in_epoch: bool) -> None:
         """Loads the state from `capture`, for `restore`, and repeats the hooks of a `PyDataset` for the epochs that had ended.
 
         Args:
             own: This rank's part of a backup, which includes the state from `capture`.
-            goes_on: Whether the training resumes within an epoch, not at the beginning of one.
+            in_epoch: Whether the training resumes within an epoch, not at its beginning.
         """
         if not self.is_random or _PYTHON not in own:  # a backup of an earlier version
             return
@@ -141,9 +141,9 @@ class DatasetRandomState:
             moment: ([own[f"data/{moment}/{number}"] for number in range(len(self._variables))], drawn)
             for moment, drawn in body["moments"].items()
         }
-        self._epochs, self._is_over, self.stays = body["epochs"], body["is_over"], goes_on
+        self._epochs, self._is_over, self.stays = body["epochs"], body["is_over"], in_epoch
         self._epochs_before_resume = body["is_over"]
-        repeats = goes_on and body["is_over"]  # Keras ends the epoch once more
+        repeats = in_epoch and body["is_over"]  # Keras ends the epoch once more
         self._epochs -= repeats
         keras_loops.skip_epochs(self._adapter, self._epochs)
         self._python.end_epochs(self._epochs, None if repeats else body["order"], body.get("drawn", []))
@@ -153,18 +153,18 @@ class DatasetRandomState:
         if moment in self._states:
             self._assign(self._states[moment])
 
-    def prepare_replay(self, number: int, goes_on: bool) -> Callable[[], None]:
+    def prepare_replay(self, number: int, in_pass: bool) -> Callable[[], None]:
         """Prepares a replay of the earlier passes; returns a function to call after it, before the iterator of this pass is created.
 
         Args:
             number: The number of the pass, from 1.
-            goes_on: Whether it is the pass of the backup, not a new pass.
+            in_pass: Whether the pass is that of the backup, not a new pass.
         """
         before = self._now()
         self.restore("first")
 
         def ready() -> None:
-            if goes_on:
+            if in_pass:
                 self.restore("pass")
             else:
                 self._assign(before)

@@ -56,7 +56,7 @@ def own_rows(x: Data, y: Data = None, sample_weight: Data = None) -> OwnRows:
         sample_weight: The weights of the examples.
 
     Returns:
-        The rows; `fit`, `evaluate`, `predict` and `validation_data` accept them in place of `x`. Their `batch_size` and `shuffle` apply.
+        The rows; `fit`, `evaluate`, `predict` and `validation_data` accept them in place of `x`, with the `batch_size` and `shuffle` of the call.
 
     Examples:
         >>> import numpy as np, tfdist.data

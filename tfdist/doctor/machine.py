@@ -58,33 +58,33 @@ def open_files(limit: int) -> Finding:
     return Finding(WARNING if few else OK, "open files", str(limit), "ulimit -n 4096" if few else "")
 
 
-def cpu_quota(root: pathlib.Path = ROOT, own: str | None = None) -> float | None:
-    """Returns the quota of this process's cgroup in processors, or None; `own` is the text of `/proc/self/cgroup`."""
+def cpu_quota(root: pathlib.Path = ROOT, cgroups: str | None = None) -> float | None:
+    """Returns the quota of this process's cgroup in processors, or None; `cgroups` is the text of `/proc/self/cgroup`."""
     of_v2, of_v1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    pairs = [pair for names in (of_v2, of_v1) for pair in _numbers(root, "cpu", own, names) if len(pair) == 2]
+    pairs = [pair for names in (of_v2, of_v1) for pair in _numbers(root, "cpu", cgroups, names) if len(pair) == 2]
     return min((quota / period for quota, period in pairs if quota > 0), default=None)
 
 
-def memory_limit(root: pathlib.Path = ROOT, own: str | None = None) -> int | None:
+def memory_limit(root: pathlib.Path = ROOT, cgroups: str | None = None) -> int | None:
     """Returns the memory limit of this process's cgroup in bytes, or None. Arguments as in `cpu_quota`."""
     names = ("memory.max", "memory.limit_in_bytes")
-    limits = [int(limit) for name in names for (limit,) in _numbers(root, "memory", own, (name,))]
+    limits = [int(limit) for name in names for (limit,) in _numbers(root, "memory", cgroups, (name,))]
     return min((value for value in limits if value < _NO_LIMIT), default=None)
 
 
-def _numbers(root: pathlib.Path, controller: str, own: str | None, names: tuple[str, ...]) -> Iterator[list[float]]:
-    """Yields the numbers in the named files of this process's cgroup and of its parents, each of which may set a limit.
+def _numbers(root: pathlib.Path, controller: str, cgroups: str | None, names: tuple[str, ...]) -> Iterator[list[float]]:
+    """Yields the numbers in the named files of this process's cgroup and of its parents; each may set a limit.
 
     In a container the path may be the host's path, while the container sees only its own subtree, at the root.
     """
     with contextlib.suppress(OSError):
-        own = pathlib.Path("/proc/self/cgroup").read_text() if own is None else own
-    for line in (own or "").splitlines():
+        cgroups = pathlib.Path("/proc/self/cgroup").read_text() if cgroups is None else cgroups
+    for line in (cgroups or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):
             base = root / controller if controllers else root
-            here = base / path.strip("/")
-            for folder in (parent for parent in (here, *here.parents) if parent == base or base in parent.parents):
+            cgroup = base / path.strip("/")
+            for folder in (parent for parent in (cgroup, *cgroup.parents) if parent == base or base in parent.parents):
                 with contextlib.suppress(OSError, ValueError):  # "max" is not a number
                     yield [float(word) for name in names for word in (folder / name).read_text().split()]
 

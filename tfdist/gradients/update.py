@@ -255,14 +255,14 @@ def _may_differ_between_workers(
 def _broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimizers.Optimizer) -> None:
     """Sends the chief's updated variables to all workers, which would otherwise drift apart. A cross-replica collective."""
     warnings.warn(
-        f"The workers differ in {hardware.describe_difference(strategy)}, by which {type(optimizer).__name__}'s sums are rounded: the "
-        "chief's variables are sent to all of them after each update. To save that, set TF_NUM_INTRAOP_THREADS to the same "
+        f"The workers differ in {hardware.describe_difference(strategy)}, so they round {type(optimizer).__name__}'s sums differently: the "
+        "chief's variables are sent to all workers after each update. To avoid that, set TF_NUM_INTRAOP_THREADS to the same "
         "number on all workers.",
         stacklevel=2,
     )
     group, local = communicator_for(strategy), strategy.experimental_local_results
-    own = [*keras_internals.trainable_variables(optimizer), *optimizer.variables]
-    values = {id(variable.value): variable.value for variable in own if _is_replicated(variable.value)}.values()
+    variables = [*keras_internals.trainable_variables(optimizer), *optimizer.variables]
+    values = {id(variable.value): variable.value for variable in variables if _is_replicated(variable.value)}.values()
 
     def from_chief(replica: int, member: RankContext) -> Generator[Any, Any, Sequence[tf.Tensor]]:
         local_values = [tf.cast(local(value)[replica], _wire_dtype(value.dtype)) for value in values]

@@ -15,21 +15,21 @@ from tfdist.runtime import progress
 
 SPEC = TaskSpec("evaluator", 0)
 _RESTARTS = 3
-_SILENT_SECONDS = 300.0  # without a batch, after which it counts as hanging
-_STOP_SECONDS = 2.0  # it has nothing to save
+_SILENT_SECONDS = 300.0  # seconds without a batch after which the evaluator counts as hanging
+_STOP_SECONDS = 2.0  # seconds to stop; few, because the evaluator has nothing to save
 
 
 class EvaluatorProcess:
     """Supervisor of the evaluator: starts its process, and restarts it if it fails.
 
     Args:
-        start: Function of the task, and of whether to append to its log; starts the process.
+        start: Starts the process; takes the task, and whether to append to the log.
         output: Prints the evaluator's lines.
         guardian: Kills the evaluator if this process is killed.
         folder: The folder in which tasks write their progress.
 
     Attributes:
-        is_over: Whether no further start follows.
+        is_over: Whether the evaluator has ended for good.
     """
 
     def __init__(
@@ -71,7 +71,7 @@ class EvaluatorProcess:
 
         Args:
             is_stopped: Returns whether to stop waiting.
-            between: Calls `look`.
+            between: Function to call while it waits; must call `look`.
         """
         announced, begun = False, time.time()
         while not self.is_over and not is_stopped():

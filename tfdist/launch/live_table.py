@@ -1,4 +1,4 @@
-"""A table of the tasks below their lines, in a terminal: each task's step, speed, remaining time and metrics. No TensorFlow here."""
+"""A table of the tasks in a terminal, below the lines that they print: each task's step, speed, remaining time and metrics. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -117,7 +117,7 @@ class LiveTable:
         rows = [self._row(task, now, running, restarting, ending) for task in self._tasks]
         metrics = [progress.read_metrics(self._folder, task.name) for task in self._tasks]
         names = sorted(dict.fromkeys(name for values in metrics for name in values), key=lambda name: name != "loss")
-        # A terminal echoes ^C behind the table: after a full line it would go to a new line, which would not be erased.
+        # A terminal echoes ^C after the table. After a full line the echo would start a new line, which would not be erased.
         width = max(1, self._console.width - 4)
         shown = self._table_of(rows, metrics, names)
         while names and self._console.measure(shown, options=self._any_width).maximum > width:

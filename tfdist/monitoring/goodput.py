@@ -58,7 +58,7 @@ class Goodput(keras.callbacks.Callback):
         self._saved_steps = state["steps"]
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        self._go_on()
+        self._continue_record()
         self._begin("train", "steps")
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -87,7 +87,7 @@ class Goodput(keras.callbacks.Callback):
             self._compiled.add(function)
         self._ledger.switch(part if function in self._compiled else "compilation")
 
-    def _go_on(self) -> None:
+    def _continue_record(self) -> None:
         """Continues the previous process's count at the first epoch, if this process continues its training."""
         if self._path is None:
             return
@@ -96,7 +96,7 @@ class Goodput(keras.callbacks.Callback):
         if restarted and (before is None or before.until < progress.launched()):  # no process has written a record yet
             before = goodput.Record(progress.launched(), dict.fromkeys(goodput.PARTS, 0.0))
         if before is not None and (restarted or self._saved_steps is not None):
-            self._ledger.go_on(before, self._saved_steps or 0.0, gap=restarted)
+            self._ledger.continue_from(before, self._saved_steps or 0.0, gap=restarted)
         self._ledger.keep(path)
 
     def delete(self) -> None:
@@ -108,7 +108,7 @@ class Goodput(keras.callbacks.Callback):
 
     def report(self) -> dict[str, Any]:
         """Returns `wall_seconds`, `productive` (the share of `steps` in it) and `seconds` by part."""
-        self._go_on()  # needed if the backup contained the complete training, so that no epoch began
+        self._continue_record()  # needed if the backup contained the complete training, so that no epoch began
         seconds = self._ledger.now()
         wall = sum(seconds.values())
         return {

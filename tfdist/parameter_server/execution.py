@@ -186,9 +186,9 @@ class Execution:
         if not rows:
             return
         logs = step.commit(traced, np.stack(rows))
-        own = step.custom_logs(traced, rows[-1])
+        custom_logs = step.custom_logs(traced, rows[-1])
         self._logs.clear()
-        self._logs.update({name: own[name] if name in own else logs[name] for name in traced.names})
+        self._logs.update({name: custom_logs[name] if name in custom_logs else logs[name] for name in traced.names})
 
 
 def _run_on(data: Structure, run: Callable[[DataIterator], Structure], worker: int) -> Structure:

@@ -173,8 +173,8 @@ class PipelinesIterator:
             result = run(iterator)
         except tf.errors.OutOfRangeError as e:
             raise ConfigError(
-                f"The dataset of worker:{worker} has ended, and it is not known before which worker takes how many "
-                "steps: let the dataset function return dataset.repeat()."
+                f"The dataset of worker:{worker} has ended, and the number of steps that each worker takes is not "
+                "known in advance: let the dataset function return dataset.repeat()."
             ) from e
         self._iterators[worker] = iterator  # not after an error
         return result

@@ -196,18 +196,18 @@ class WorkerStep:
             for metric in self._model.metrics
             if all(scope.state_mapping.get(id(v)) is start.get(id(v)) for v in metric.variables)
         }
-        own = {name: value for name, value in result.items() if name not in results or name in idle}
+        custom_logs = {name: value for name, value in result.items() if name not in results or name in idle}
         self._warn_of_metrics(scope, start)
         held = {id(value := scope.get_current_value(v)): value for v in self._metrics}
         computed = {
-            name: own.pop(name)
-            for name in list(own)
-            if graph_copies.depends_only_on(lambda t: id(t) in held, own[name])
+            name: custom_logs.pop(name)
+            for name in list(custom_logs)
+            if graph_copies.depends_only_on(lambda t: id(t) in held, custom_logs[name])
         }
-        numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(own)
+        numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(custom_logs)
         packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
         results_table = None if returns else ResultsTable(self._rows, int(packed.shape[0]))
-        self._tracing = TracedStep(results_table, own, list(result), held, computed)
+        self._tracing = TracedStep(results_table, custom_logs, list(result), held, computed)
         if results_table is None:
             return packed
         results_table.write(inputs[0], inputs[1], packed)

@@ -1,4 +1,4 @@
-"""Variables of which each replica keeps its own value, and their average over the replicas."""
+"""Variables with a separate value on each replica, and the average of these values."""
 
 from __future__ import annotations
 

@@ -91,7 +91,7 @@ class Ledger:
 
     @contextlib.contextmanager
     def during(self, part: str) -> Iterator[None]:
-        """Attributes the time inside to `part`; has no effect in other threads."""
+        """Attributes the time within the context to `part`; has no effect in other threads."""
         if threading.get_ident() != self._thread:
             yield
             return
@@ -115,7 +115,7 @@ class Ledger:
                 self._file, self._kept = os.dup(file), 0.0
             self.switch(self._part)
 
-    def go_on(self, before: Record, saved_steps: float, gap: bool) -> None:
+    def continue_from(self, before: Record, saved_steps: float, gap: bool) -> None:
         """Continues the count of an earlier process.
 
         Args:
@@ -162,5 +162,5 @@ def current() -> Ledger | None:
 
 
 def during(part: str) -> contextlib.AbstractContextManager[None]:
-    """Attributes the time inside to `part` of the process's ledger, if it has one."""
+    """Attributes the time within the context to `part` of the process's ledger, if the process has one."""
     return contextlib.nullcontext() if _ledger is None else _ledger.during(part)

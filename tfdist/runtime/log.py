@@ -36,14 +36,14 @@ def _print(record: logging.LogRecord) -> bool:
     It is a filter, because a handler could not keep the line from the root logger's handlers.
     """
     root = logging.root.handlers if logger.propagate else []
-    taken = bool(logger.handlers) or not all(_is_default(handler, record) for handler in root)
-    if _is_command or not taken:
+    is_handled = bool(logger.handlers) or not all(_is_default(handler, record) for handler in root)
+    if _is_command or not is_handled:
         to_stderr = record.levelno >= logging.ERROR or hasattr(record, "to_stderr")
-        start = "" if hasattr(record, "bare") else "tfdist: "
+        prefix = "" if hasattr(record, "bare") else "tfdist: "
         print(
-            f"{start}{printable_lines(record.getMessage())}", file=sys.stderr if to_stderr else sys.stdout, flush=True
+            f"{prefix}{printable_lines(record.getMessage())}", file=sys.stderr if to_stderr else sys.stdout, flush=True
         )
-    return taken
+    return is_handled
 
 
 def _is_default(handler: logging.Handler, record: logging.LogRecord) -> bool:

@@ -248,7 +248,7 @@ def _end_interrupted() -> None:
 
 @contextlib.contextmanager
 def signals_end_process() -> Iterator[None]:
-    """Makes SIGINT and SIGTERM end the process at once while TensorFlow connects inside. A `Preemption` that listens gives exit code 75.
+    """Makes SIGINT and SIGTERM end the process at once within the context, in which TensorFlow connects. A `Preemption` that listens gives exit code 75.
 
     While TensorFlow connects, Python does not call handlers of the main thread. Before TensorFlow waits for other tasks it installs a
     SIGTERM handler that only records the signal. That handler is restored afterwards.

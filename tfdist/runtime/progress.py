@@ -123,9 +123,9 @@ def mark_finished(name: str) -> None:
 
 @contextlib.contextmanager
 def training(name: str) -> Iterator[None]:
-    """Marks that a task, such as `worker-1`, trains inside; does nothing without a supervisor.
+    """Marks that a task, such as `worker-1`, trains within the context; does nothing without a supervisor.
 
-    The mark stays if the process ends inside without Python's shutdown, as by `os._exit`.
+    The mark stays if the process ends within the context without Python's shutdown, as by `os._exit`.
     """
     _mark(mark := f"{_TRAINING}{name}")
     atexit.register(_unmark, mark)  # a generator with a custom loop may never be closed

@@ -1,6 +1,6 @@
 """Restores metrics and statistics of replicas without examples, which run a step on a padding example.
 
-See `replicas.batch_splitting` for the example. Such a replica's loss and gradient have no weight, because its share of the
+See `replicas.batch_splitting` for the padding example. Such a replica's loss and gradient have no weight, because its share of the
 batch is 0 (see `step.losses` and `gradients.optimizer`).
 """
 
@@ -28,7 +28,7 @@ def has_seen_whole_batch(metric: keras.metrics.Metric) -> bool:
 
 
 def moving_statistic_variables(model: keras.Model) -> list[tf.Variable]:
-    """Returns a model's variables of which each replica keeps its own value (see `MovingStatistics`)."""
+    """Returns a model's variables with a separate value on each replica (see `MovingStatistics`)."""
     known = model.distribute_strategy.statistics
     return [variable.value for variable in model.non_trainable_variables if variable.value in known]
 
@@ -76,7 +76,7 @@ def snapshot_statistics(model: keras.Model, examples: tf.Tensor, totals: tf.Tens
 
 
 def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
-    """Averages the replicas' statistics before a step for which some replicas have no examples. Outside of replicas.
+    """Averages the replicas' statistics before a step for which some replicas have no examples. Call it outside of replicas.
 
     A replica's new statistics depend on its old ones. Without this average, the mean over all replicas would depend on which replicas
     have no examples.
@@ -94,7 +94,7 @@ def average_statistics(model: keras.Model, totals: tf.Tensor) -> None:
 def move_empty_replicas_statistics(
     model: keras.Model, split_batch: batch_splitting.SplitBatch, totals: tf.Tensor, moves: list[Any]
 ) -> None:
-    """Adds the mean change of the other replicas' statistics to those of replicas without examples. Outside of replicas, after the step.
+    """Adds the mean change of the other replicas' statistics to the statistics of replicas without examples. Call it outside of replicas, after the step.
 
     All replicas started with the same values (`average_statistics`). `moves` are the results of the functions that
     `snapshot_statistics` returned.

@@ -18,8 +18,8 @@ class ComputedLogs:
     """The logs that a custom step computes from its metrics alone, as `{"loss": self.total_loss.result()}`.
 
     Within a step a metric holds its replica's counts, so such a log is the mean of the replicas' results. At
-    the end of an epoch or evaluation Keras computes a log with a metric's name from all replicas' counts; `now` does so
-    for the others.
+    the end of an epoch or evaluation Keras computes a log with a metric's name from all replicas' counts; `now`
+    computes the other logs from these counts.
 
     `logs` are the logs of the step that is being traced, on one replica.
     """
@@ -128,9 +128,9 @@ def depends_on(sources: Structure, value: tf.Tensor) -> bool:
 
 
 def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> bool:
-    """Returns whether `value`, a variable's new value, is its old value `start` plus or minus addends that do not depend on it.
+    """Returns whether `value`, a variable's new value, is its old value `start` plus or minus addends.
 
-    The addends must not depend on `state`, the old values of all variables, including `start`. All are tensors of one graph.
+    The addends must not depend on `state`: the old values of all variables, including `start`. All tensors are of one graph.
     """
     if value is start:
         return True
@@ -143,8 +143,12 @@ def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> b
     if op.type not in ("Add", "AddV2", "AddN"):
         return False
     addends = [tensor for tensor in inputs if not depends_on(start, tensor)]
-    own = [tensor for tensor in inputs if depends_on(start, tensor)]
-    return len(own) == 1 and adds_to(start, own[0], state) and not any(depends_on(state, addend) for addend in addends)
+    from_start = [tensor for tensor in inputs if depends_on(start, tensor)]
+    return (
+        len(from_start) == 1
+        and adds_to(start, from_start[0], state)
+        and not any(depends_on(state, addend) for addend in addends)
+    )
 
 
 def trace_apart(fn: Function, specs: Sequence[Structure]) -> Structure:

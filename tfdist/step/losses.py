@@ -114,9 +114,9 @@ class _CompiledLoss:
         value, mask = keras_losses.loss_and_mask(self.loss, y_true, y_pred, sample_weight)
         if value.shape.rank:
             return value
-        part = step.part()
+        share = step.part()
         if self.loss.reduction == "sum":
-            return divide_by_share(value, part)
+            return divide_by_share(value, share)
         if (divisor := self._divisor(mask, sample_weight, value.dtype)) is None:
             return value
         if step.is_compiled:
@@ -130,7 +130,7 @@ class _CompiledLoss:
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, divisor)
         context.strategy.decorrelate_random_numbers()  # other replicas were traced while this one waited
         return value * tf.cast(
-            tf.math.divide_no_nan(divisor, total * gradient_lists.factor(part, total.dtype)), value.dtype
+            tf.math.divide_no_nan(divisor, total * gradient_lists.factor(share, total.dtype)), value.dtype
         )
 
     def _find_kind(self, y_true: Structure, y_pred: Structure) -> Literal["examples", "whole", "total"]:

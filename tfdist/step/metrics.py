@@ -163,8 +163,8 @@ def summed(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
         return []
     context = tf.distribute.get_replica_context()
     # One message; float64 holds counts, too.
-    own = tf.concat([tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables], 0)
-    total = context.all_reduce(tf.distribute.ReduceOp.SUM, own)
+    packed = tf.concat([tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables], 0)
+    total = context.all_reduce(tf.distribute.ReduceOp.SUM, packed)
     context.strategy.decorrelate_random_numbers()  # this replica has waited for the others
     parts = tf.split(total, [math.prod(v.shape) for v in variables])
     return [tf.cast(tf.reshape(part, v.shape), v.dtype) for part, v in zip(parts, variables, strict=True)]

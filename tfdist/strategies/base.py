@@ -154,7 +154,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         return variable
 
     def _create_copies(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
-        """Creates a variable of which each replica assigns its own copy, while reading it outside of replicas is local."""
+        """Creates a variable whose copies the replicas assign separately; reading it outside of replicas is local."""
         return next_creator(**{**kwargs, "aggregation": tf.VariableAggregation.NONE})
 
     def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -164,11 +164,11 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         for replica, component in zip(self.local_replicas, components, strict=True):
             component.assign_add(tf.constant([replica * random_seeds.SEED_STRIDE, 0], component.dtype))
         if super().num_replicas_in_sync > 1:
-            own = variable.assign
+            original_assign = variable.assign
 
             def assign(value: Structure, *args: Any, **kwargs: Any) -> Any:
                 if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
-                    return own(value, *args, **kwargs)
+                    return original_assign(value, *args, **kwargs)
                 random_seeds.assign_seed(components, self.local_replicas, value)
                 return variable
 
@@ -217,7 +217,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
         Args:
             reduce_op: `tf.distribute.ReduceOp` or its name, `"SUM"` or `"MEAN"`.
-            value: A value per replica, or a structure of such values, each of which is reduced.
+            value: A value per replica, or a structure of such values; each is reduced.
             axis: The axis also reduced within each replica, or None. On scalars 0 means None.
         """
         local = self.experimental_local_results

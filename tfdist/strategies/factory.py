@@ -51,8 +51,8 @@ def create_strategy(
         strategy: `"one_device"`, `"mirrored"`, `"multi_worker_mirrored"`, `"parameter_server"`, `"central_storage"` or
             `"tpu"`, your own factory as `"package.module:function"`, or a `StrategyConfig`.
         cluster: For `multi_worker_mirrored` and `parameter_server`: the cluster and this process's task in it. None
-            means the cluster of the environment (see `cluster.resolvers`); without one, for the former, a cluster of this
-            process alone. False ignores the environment.
+            means the cluster of the environment (see `cluster.resolvers`). If there is none, `multi_worker_mirrored` trains
+            in this process alone. False ignores the environment.
         start_timeout: Seconds to wait for the other tasks.
         grace_seconds: Seconds for which workers and servers, after SIGTERM, wait for the chief to save.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,

@@ -76,7 +76,7 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strate
 
         def checked(value: Structure) -> Structure:
             if tf.TensorShape(np.shape(value)).num_elements() == 0:  # TensorFlow would crash (SIGSEGV)
-                raise ConfigError(f"{cannot} no numbers ({kwargs.get('name')}) to the workers; leave it out.")
+                raise ConfigError(f"{cannot} size 0 ({kwargs.get('name')}) to the workers; leave it out.")
             return value
 
         if not callable(initial_value):
@@ -189,15 +189,15 @@ def _exit_barrier() -> None:
     """
     if not process_end.expected_exit_code():
         with contextlib.suppress(tf.errors.OpError):  # other tasks may have exited long ago
-            trains = process_end.amid_training
-            tf_cluster.wait_at_barrier("tfdist/end", _EXIT_BARRIER_IN_TRAINING_MS if trains else _EXIT_BARRIER_MS)
+            in_training = process_end.amid_training
+            tf_cluster.wait_at_barrier("tfdist/end", _EXIT_BARRIER_IN_TRAINING_MS if in_training else _EXIT_BARRIER_MS)
 
 
 def _allow_overlap_on_one_core() -> None:
     """Lets operations run concurrently even on one core, unless the user has set the number of threads.
 
-    TensorFlow has one thread per core. With one thread it runs the operations that became ready last first, so that gradients are
-    sent too late.
+    TensorFlow has one thread per core. With one thread it first runs the operation that became ready last, so
+    gradients are sent too late.
     """
     threading = tf.config.threading
     if not threading.get_inter_op_parallelism_threads() and "TF_NUM_INTEROP_THREADS" not in os.environ:

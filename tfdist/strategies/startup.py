@@ -52,15 +52,17 @@ def _is_tested(name: str, version: str) -> bool:
 
 def check_devices(config: StrategyConfig) -> None:
     """Raises ConfigError for a device that this process does not have: TensorFlow would use the CPU without a warning. Does not start TensorFlow."""
-    here = []
+    present = []
     for kind in dict.fromkeys(device.device_type for device in tf.config.list_physical_devices()):
         devices = tf.config.list_physical_devices(kind)
         count = sum(len(tf.config.get_logical_device_configuration(device) or "1") for device in devices)
-        here += [f"{kind}:{number}" for number in range(count)]
+        present += [f"{kind}:{number}" for number in range(count)]
     for name in config.device_names:
         short = name.upper().rpartition("DEVICE:")[2].lstrip("/")
-        if not name.startswith("/job:") and (short if ":" in short else f"{short}:0") not in here:
-            raise ConfigError(f"strategy.devices names {name}, which is not there. This process has {', '.join(here)}.")
+        if not name.startswith("/job:") and (short if ":" in short else f"{short}:0") not in present:
+            raise ConfigError(
+                f"strategy.devices names {name}, which is not there. This process has {', '.join(present)}."
+            )
 
 
 def already_started_error(what: str) -> ConfigError:
@@ -77,8 +79,8 @@ def already_started_error(what: str) -> ConfigError:
     )
     if not stack:
         return ConfigError(f"{message}.")
-    here, first = _call_to_move(stack)
-    message = f"{here.filename}:{here.lineno}: {message}: move this call up"
+    call, first = _call_to_move(stack)
+    message = f"{call.filename}:{call.lineno}: {message}: move this call up"
     if first:
         line, code = first
         return ConfigError(f"{message}, before line {line}: {code}")
@@ -94,9 +96,9 @@ def _call_to_move(
 
     If a function of another module creates the strategy, the line of its caller must move.
     """
-    for here in (frame for frame in reversed(stack) if _LIBRARIES not in frame.filename):
-        for first in _lines_that_start_tensorflow(here):
-            return here, first
+    for frame in (f for f in reversed(stack) if _LIBRARIES not in f.filename):
+        for first in _lines_that_start_tensorflow(frame):
+            return frame, first
     return stack[-1], None
 
 
@@ -107,10 +109,10 @@ def _called_from(stack: list[traceback.FrameSummary]) -> str:
     return f" (the file is called from {', '.join(callers[:_SHOWN_CALLERS])})" if callers else ""
 
 
-def _lines_that_start_tensorflow(here: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
-    """Yields the lines before `here`, in its file, that call TensorFlow or Keras."""
+def _lines_that_start_tensorflow(frame: traceback.FrameSummary) -> Iterator[tuple[int, str]]:
+    """Yields the lines that call TensorFlow or Keras above a frame's line in its file."""
     try:
-        source = pathlib.Path(here.filename).read_text(encoding="utf-8")
+        source = pathlib.Path(frame.filename).read_text(encoding="utf-8")
         tree = ast.parse(source)
     except (OSError, ValueError, SyntaxError):
         return
@@ -126,14 +128,14 @@ def _lines_that_start_tensorflow(here: traceback.FrameSummary) -> Iterator[tuple
     bodies = [tree.body] + [
         node.body
         for node in ast.walk(tree)
-        if isinstance(node, ast.FunctionDef) and node.name == here.name and node.lineno <= (here.lineno or 0)
+        if isinstance(node, ast.FunctionDef) and node.name == frame.name and node.lineno <= (frame.lineno or 0)
     ]
     calls: list[int] = []
     for statement in [statement for body in bodies for statement in body]:
         if isinstance(statement, (ast.FunctionDef, ast.ClassDef)):
             continue
         for node in ast.walk(statement):
-            if isinstance(node, ast.Call) and node.lineno < (here.lineno or sys.maxsize):
+            if isinstance(node, ast.Call) and node.lineno < (frame.lineno or sys.maxsize):
                 root, *names = re.findall(r"\w+", ast.unparse(node.func))
                 if root in roots and not _HARMLESS.intersection(names):
                     calls.append(node.lineno)

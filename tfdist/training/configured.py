@@ -77,10 +77,10 @@ class MonitoredMetrics(keras.callbacks.Callback):
         if not self._at_once:
             return
         self._at_once = False
-        own = any(
+        has_custom_metrics = any(
             getattr(type(self.model), name, None) is not getattr(keras.Model, name, None) for name in _OWN_METRICS
         )
-        if logs and not own:
+        if logs and not has_custom_metrics:
             known = [*logs, *(f"val_{name}" for name in logs), "learning_rate"]
             self._check([metric for _, metric in self._missing if metric not in known], known)
 

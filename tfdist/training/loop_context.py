@@ -21,7 +21,7 @@ from tfdist.runtime import process_end, progress
 from tfdist.runtime.log import BARE, logger
 from tfdist.training import checks, console, lost_workers
 
-_MUST_BE_THE_BACKUPS = {
+_MUST_EQUAL_BACKUP = {
     *("batch_size", "class_weight", "initial_epoch", "own_sizes", "shuffle", "steps_per_epoch", "validation_split")
 }  # arguments of `fit` that must be equal to those of the backup
 
@@ -69,7 +69,7 @@ class LoopContext:
 
     @contextlib.contextmanager
     def working(self) -> Iterator[None]:
-        """Marks the trainer as at work: methods that are called on the model inside run as Keras' own."""
+        """Marks the trainer as at work: within the context, the model's methods run as Keras' own."""
         self._depth += 1
         try:
             yield
@@ -83,7 +83,7 @@ class LoopContext:
             yield
 
     def watching_workers(self) -> contextlib.AbstractContextManager[None]:
-        """Aborts the collectives inside the context when another worker is lost."""
+        """Aborts the collectives within the context when another worker is lost."""
         if self.cluster and self.ranks.size > 1:
             return lost_workers.abort_on_lost_workers(self.cluster, self.task)
         return contextlib.nullcontext()
@@ -106,12 +106,12 @@ class LoopContext:
     def backing_up(
         self, backup: BackupAndRestore | None, model: keras.Model, data: Data, fit_arguments: dict[str, Any]
     ) -> Iterator[BackupSession | None]:
-        """Backs up the `fit` inside, and resumes it from an existing backup. Yields the session for the loop, or None if `backup` is None."""
+        """Backs up the `fit` within the context, and resumes it from an existing backup. Yields the session for the loop, or None if `backup` is None."""
         with progress.training(self.task.name):
             if backup is None:
                 yield None
                 return
-            same = {name: value for name, value in fit_arguments.items() if name in _MUST_BE_THE_BACKUPS}
+            same = {name: value for name, value in fit_arguments.items() if name in _MUST_EQUAL_BACKUP}
             if same.get("own_sizes") is None:
                 same.pop("own_sizes", None)
             same["data"] = compatibility.describe_data(data, fit_arguments.get("y"))
@@ -122,7 +122,9 @@ class LoopContext:
         """Removes the backups of finished trainings; `at_once` as for `BackupAndRestore.delete`. A collective."""
         with self.watching_workers():
             self.ranks.barrier()
-            if backup and self.is_chief:  # the chief first: a backup without a manifest does not count as damaged
+            if (
+                backup and self.is_chief
+            ):  # the chief removes the manifest first: without one, a backup does not count as damaged
                 backup.delete(at_once)
             self.ranks.barrier()
             if backup and not self.is_chief:

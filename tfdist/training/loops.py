@@ -41,7 +41,7 @@ def run(context: LoopContext, name: str, method: Method, model: keras.Model, arg
 
 
 def run_plain(engine: Engine, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:
-    """Runs a method of a model without the Trainer's checks and callbacks: without a Trainer, or inside its loop. Takes the arguments of `run`."""
+    """Runs a method of a model without the Trainer's checks and callbacks: without a Trainer, or when its loop calls the method. Takes the arguments of `run`."""
     return _PLAIN[name](engine, model, **input_data.bind_arguments(method, model, args, kwargs))
 
 
@@ -111,13 +111,13 @@ def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any])
     """Returns the outputs for all examples, in their order, on every rank."""
     data = arguments.pop("x")
     unsupported.check_data(context.strategy, data)
-    own = worker_rows.is_own(data) and context.ranks.size > 1
+    has_own_rows = worker_rows.is_own(data) and context.ranks.size > 1
     data = context.engine.data_to_predict(model, _own_as_function(context, data, arguments, takes_targets=False))
     arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
     with context.running(model):
         model.make_predict_function()
         # A custom predict function of the model has no `own_rows`.
-        rows = getattr(model.predict_function, "own_rows", None) if own else None
+        rows = getattr(model.predict_function, "own_rows", None) if has_own_rows else None
         if rows:
             rows.clear()
         outputs = loop.predict(context.engine, model, data, **arguments)
@@ -135,10 +135,10 @@ def _choose_backup(
 
     Returns the backup or None, the other callbacks, and whether to remove the backup when `fit` ends, as Keras' callback does.
     """
-    own = [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
+    ours = [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
     of_keras = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
-    others = [callback for callback in callbacks if callback not in (*own[:1], *of_keras)]
-    backup = own[0] if own else context.backup
+    others = [callback for callback in callbacks if callback not in (*ours[:1], *of_keras)]
+    backup = ours[0] if ours else context.backup
     if not of_keras:
         return backup, others, False
     if backup is not None:
@@ -146,14 +146,16 @@ def _choose_backup(
             f"skipped keras.callbacks.BackupAndRestore, because the training is backed up in {backup.backup_dir!r}"
         )
         return backup, others, False
-    keras_own = of_keras[0]
-    folder = os.fspath(keras_own.backup_dir)
+    keras_backup = of_keras[0]
+    folder = os.fspath(keras_backup.backup_dir)
     context.notify_once(
         f"tfdist.BackupAndRestore({folder!r}) replaces keras.callbacks.BackupAndRestore, which repeats steps after a restart; "
         "a backup that Keras' callback has written is not read"
     )
-    backup = BackupAndRestore(folder, keras_own.save_freq or "epoch", delete_checkpoint=keras_own.delete_checkpoint)
-    return backup, others, keras_own.delete_checkpoint
+    backup = BackupAndRestore(
+        folder, keras_backup.save_freq or "epoch", delete_checkpoint=keras_backup.delete_checkpoint
+    )
+    return backup, others, keras_backup.delete_checkpoint
 
 
 def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:

@@ -53,7 +53,7 @@ _CALLS = {
 
 @contextlib.contextmanager
 def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
-    """Aborts the collectives inside the context when a worker has ended, and reports workers that do not answer.
+    """Aborts the collectives within the context when a worker has ended, and reports workers that do not answer.
 
     The chief checks all other workers; they check the chief, which ends when it loses a worker. A worker that does not answer may be
     suspended: after a minute it counts as lost. When its process resumes, it finds that the others have ended. Raises ClusterError that
@@ -164,8 +164,8 @@ def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpE
     calls_of_all = "; ".join(f"{caller} was in {call}" for caller, call in _exchange_calls(cluster, task, call))
     if ended:
         return (
-            f"A dataset has fewer batches on some workers than on others ({calls_of_all}). Give all workers the same dataset, of which each "
-            "trains on its share; or give a function (tf.distribute.InputContext) -> tf.data.Dataset, whose datasets may differ in "
+            f"A dataset has fewer batches on some workers than on others ({calls_of_all}). Give all workers the same dataset: each "
+            "trains on its share. Or give a function (tf.distribute.InputContext) -> tf.data.Dataset, whose datasets may differ in "
             "length."
         )
     return (
@@ -177,21 +177,21 @@ def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpE
 def _describe_call(error: BaseException) -> str:
     """Returns the calls of the trainer and of callbacks that an error came through, from the outside in."""
     around = [frame for frame, _ in traceback.walk_stack(None)][::-1]
-    inside = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    labels = itertools.chain.from_iterable(map(_labels, [*around, *inside]))
+    below = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    labels = itertools.chain.from_iterable(map(_labels, [*around, *below]))
     return ", ".join(dict.fromkeys(labels)) or "a collective of the user's program"
 
 
 def _labels(frame: types.FrameType) -> Iterator[str]:
-    module, name, own = call_stack.frame_call(frame)
+    module, name, instance = call_stack.frame_call(frame)
     if module.startswith(_PACKAGE) and (call := _CALLS.get((module.removeprefix(_PACKAGE), name))):
         yield call
-    elif isinstance(own, Execution) and name in ("run", "run_batch"):
-        yield f"a step ({own.step_name})"
-    elif isinstance(own, keras.callbacks.CallbackList):  # calls the callbacks
+    elif isinstance(instance, Execution) and name in ("run", "run_batch"):
+        yield f"a step ({instance.step_name})"
+    elif isinstance(instance, keras.callbacks.CallbackList):  # calls the callbacks
         return
-    elif isinstance(own, keras.callbacks.Callback) and name.startswith("on_"):
-        yield f"{'the trainer' if type(own).__module__.startswith(_PACKAGE) else type(own).__name__}'s {name}"
+    elif isinstance(instance, keras.callbacks.Callback) and name.startswith("on_"):
+        yield f"{'the trainer' if type(instance).__module__.startswith(_PACKAGE) else type(instance).__name__}'s {name}"
 
 
 def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, own_call: str) -> Iterator[tuple[TaskSpec, str]]:

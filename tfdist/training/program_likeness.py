@@ -72,8 +72,8 @@ def digest(items: Sequence[Item]) -> float:
 def difference_message(ranks: Ranks, items: Sequence[Item]) -> str:
     """Returns the message about the first difference between the workers' programs; `items` describe this worker's. A collective."""
     most = min(int(ranks.gather(float(len(items)))[:, 0].max()), _MOST_ITEMS)
-    own = [digest([item]) for item in items[:most]]
-    digests = ranks.gather(*own, *[0.0] * (most - len(own)))
+    local_digests = [digest([item]) for item in items[:most]]
+    digests = ranks.gather(*local_digests, *[0.0] * (most - len(local_digests)))
     unlike = (digests != digests[0]).any(0)
     number = int(unlike.argmax()) if unlike.any() else most
     name, value = items[number] if number < len(items) else ("", "")

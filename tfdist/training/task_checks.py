@@ -146,7 +146,7 @@ def explaining_first_step(task: str, model: keras.Model, first: FirstStep, eleme
             raise
         if _CALLBACK_METHOD.search(str(e)):
             raise ConfigError(
-                f"a callback does not take the arguments of Keras' calls: {_reason(e)} Give its method the parameters that it has in keras.callbacks.Callback, under the same names."
+                f"a callback does not take the arguments of Keras' calls: {_reason(e)} Give the callback's method the parameters of the method in keras.callbacks.Callback, with the same names."
             ) from e
         raise ConfigError(
             f"the model of task {task!r} cannot be trained on its data: "

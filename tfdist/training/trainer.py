@@ -65,7 +65,7 @@ class Trainer:
 
     Attributes:
         strategy: The strategy.
-        cluster: The cluster, or None where this process trains alone.
+        cluster: The cluster, or None if this process trains alone.
         task: This process's task.
 
     Raises:
@@ -120,7 +120,7 @@ class Trainer:
 
     @property
     def num_replicas(self) -> int:
-        """The number of replicas over all workers; under `parameter_server`, of workers, which are not in step."""
+        """The number of replicas over all workers; under `parameter_server`, of workers, which run asynchronously."""
         return self._context.num_replicas
 
     @property
@@ -158,8 +158,8 @@ class Trainer:
         """Trains `model`, as Keras' `fit`.
 
         Under `parameter_server` one worker runs a step, on a batch of the global size, and several steps are in flight.
-        Batch hooks run once per step, in order. Their logs lag by up to seven steps for each worker (13 for one, 16 for
-        two), and are complete at the end of an epoch. `stop_training` stops at the step whose hook sets it. The chief
+        Batch hooks run once per step, in order. Their logs lag by up to 13 steps with one worker, 16 with two, and 7
+        per worker with more. They are complete at the end of an epoch. `stop_training` stops at the step whose hook sets it. The chief
         reads the data and sends each batch once. If `x` is a function, each worker creates its own dataset, which
         must be infinite; this needs `steps_per_epoch`.
 
@@ -212,7 +212,7 @@ class Trainer:
             uses: The models, optimizers, metrics, seed generators and variables that `function` uses, made in `scope()`. Backups hold their state.
 
         Raises:
-            ConfigError: As of `Step`.
+            ConfigError: As for `Step`.
         """
         with self.scope():
             return Step(self._context, function, uses)
@@ -231,7 +231,7 @@ class Trainer:
 
         Raises:
             ConfigError: `path` does not end in `.keras`.
-            ClusterError: On the other ranks, where the chief could not write.
+            ClusterError: On the other ranks, if the chief could not write.
         """
         with self._context.watching_workers():
             saving.save(self._context, model, path, **kwargs)
@@ -253,7 +253,7 @@ class Trainer:
             **kwargs: As for `model.export`, such as `format="onnx"`.
 
         Raises:
-            ClusterError: On the other ranks, where the chief could not write.
+            ClusterError: On the other ranks, if the chief could not write.
         """
         kwargs.setdefault("verbose", False)
         with self._context.watching_workers():
@@ -300,7 +300,7 @@ class Trainer:
             logger.warning(compression_report.NO_GAIN_WARNING.format(**times))
         return {"exchange_ms": times}
 
-    def say_replicas(self, global_batch_size: int | None) -> None:
+    def print_replicas(self, global_batch_size: int | None) -> None:
         """Prints the number of replicas, once and on the chief only. `fit` calls it.
 
         Args:
@@ -315,7 +315,7 @@ class Trainer:
         return loops.run(self._context, name, method, model, args, kwargs)
 
     def _take_models(self) -> None:
-        """Makes this trainer that of the models that are created in the strategy's scope."""
+        """Makes models that are created in the strategy's scope use this trainer."""
         self.strategy.trainer, self.strategy.engine = self, self._context.engine
 
     def _run(self, name: str, model: keras.Model, args: Any, kwargs: Any) -> Any:

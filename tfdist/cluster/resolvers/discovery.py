@@ -169,9 +169,9 @@ def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) ->
     if task.type == "evaluator":
         return {}
     host, _ = split_address(cluster.address(task))
-    here = [other for other in cluster.tasks() if split_address(cluster.address(other))[0] == host]
-    workers = [other for other in here if other.type == "worker"]
-    if len(here) < 2:
+    tasks_of_host = [other for other in cluster.tasks() if split_address(cluster.address(other))[0] == host]
+    workers = [other for other in tasks_of_host if other.type == "worker"]
+    if len(tasks_of_host) < 2:
         return {}
     named = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count_gpus())))
     visible = [gpu.strip() for gpu in named.split(",") if gpu.strip()]

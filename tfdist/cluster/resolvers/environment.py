@@ -41,7 +41,7 @@ class Environment:
         """Returns the same as `get`; raises ConfigError if no variable is set."""
         if value := self.get(*names):
             return value
-        raise ConfigError(f"{' or '.join(names)} must be set where {next(iter(self.read))} is.")
+        raise ConfigError(f"{' or '.join(names)} must be set, because {next(iter(self.read))} is set.")
 
     def require_index(self, *names: str) -> int:
         """Returns the value of `require` as a whole number from 0; raises ConfigError for other values."""

@@ -22,7 +22,7 @@ def resolve(variables: Environment) -> RankAddresses | None:
         ConfigError: A variable is missing or invalid, or there are several hosts and no `TFDIST_RENDEZVOUS`.
     """
     rank, size = variables.require_index("OMPI_COMM_WORLD_RANK"), variables.size("OMPI_COMM_WORLD_SIZE")
-    local, here = (
+    local_rank, local_size = (
         variables.require_index("OMPI_COMM_WORLD_LOCAL_RANK"),
         variables.require_index("OMPI_COMM_WORLD_LOCAL_SIZE"),
     )
@@ -32,14 +32,14 @@ def resolve(variables: Environment) -> RankAddresses | None:
         raise ConfigError(
             f"OMPI_COMM_WORLD_RANK must be 0 to {size - 1}, as OMPI_COMM_WORLD_SIZE is {size}. Received: {rank}."
         )
-    if not local < here <= size:
+    if not local_rank < local_size <= size:
         raise ConfigError(
-            f"OMPI_COMM_WORLD_LOCAL_SIZE must be more than OMPI_COMM_WORLD_LOCAL_RANK, {local}, and at most OMPI_COMM_WORLD_SIZE, {size}. "
-            f"Received: {here}."
+            f"OMPI_COMM_WORLD_LOCAL_SIZE must be more than OMPI_COMM_WORLD_LOCAL_RANK, {local_rank}, and at most OMPI_COMM_WORLD_SIZE, {size}. "
+            f"Received: {local_size}."
         )
     job = variables.require("PMIX_NAMESPACE", "OMPI_MCA_ess_base_jobid")
     port = select_port(variables, job)
-    if here == size:
+    if local_size == size:
         return RankAddresses([f"127.0.0.1:{port + number}" for number in range(size)], rank)
     # mpirun does not pass the other ranks' hosts to a rank.
     if not (folder := variables.get("TFDIST_RENDEZVOUS")):
@@ -48,5 +48,5 @@ def resolve(variables: Environment) -> RankAddresses | None:
         )
     # A job id may be reused; this random key is unique.
     start = variables.get("OMPI_MCA_orte_precondition_transports") or job
-    address = f"{variables.get('TFDIST_HOST') or socket.gethostname()}:{port + local}"
+    address = f"{variables.get('TFDIST_HOST') or socket.gethostname()}:{port + local_rank}"
     return RankAddresses(rendezvous.exchange(folder, start, rank, size, address, variables.timeout), rank)
