@@ -23,12 +23,14 @@ class Engine(abc.ABC):
         strategy: The strategy.
         num_replicas: The number of replicas over all workers; the number of workers, if they are not in step.
         compressor: Compresses the gradients of attached models, or None.
+        ranks: The tasks that train together; None for a model without a Trainer.
         nan_policy: The action after steps whose loss or gradient is not finite, as for `Trainer`.
     """
 
     strategy: Strategy
     num_replicas: int
     compressor: Any = None
+    ranks: Any = None
     nan_policy: str = "ignore"
 
     @abc.abstractmethod

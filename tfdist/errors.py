@@ -66,6 +66,16 @@ class BackupError(_OneLineError):
     """
 
 
+class DataError(_OneLineError):
+    """Training data cannot be read, or differ between the workers.
+
+    Examples:
+        >>> import tfdist
+        >>> tfdist.DataError("The data of worker:1 cannot be read: item 7 of Images: OSError: no such file")
+        DataError('The data of worker:1 cannot be read: item 7 of Images: OSError: no such file')
+    """
+
+
 def printable(text: str) -> str:
     """Returns a text as one line that is safe in a terminal: control characters are escaped, and long words truncated to 200 characters.
 

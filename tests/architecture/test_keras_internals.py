@@ -2,6 +2,7 @@
 
 import concurrent.futures
 import inspect
+import random
 import re
 import unittest.mock
 
@@ -418,6 +419,27 @@ def test_workers_of_a_py_dataset_are_read_and_stopped_where_expected(num_batches
     for thread, _ in threads:
         thread.join(60)
         assert not thread.is_alive(), moved
+
+
+@pytest.mark.parametrize("workers", [1, 2])
+def test_items_of_a_py_dataset_are_read_in_a_given_order(workers):
+    adapter = keras_loops.PyDatasetAdapter(Rows())
+    endless = Rows(workers=workers)
+    endless.num_batches = None
+    order = [2, 0, 1, 1]
+    assert [int(x[0, 0]) for x, _ in keras_loops.read_items(adapter, endless, order)] == order
+    dataset = keras_loops.dataset_reading(adapter, lambda: keras_loops.read_items(adapter, endless, order))
+    assert [int(x[0, 0]) for x, _ in dataset] == order
+
+
+def test_items_of_a_py_dataset_are_shuffled_as_by_keras():
+    class Numbered(Rows):
+        num_batches = 20
+
+    random.seed(5)
+    expected = [int(x[0, 0]) for x, _ in keras_loops.PyDatasetAdapter(Numbered(), shuffle=True)._get_iterator()]
+    random.seed(5)
+    assert keras_loops.shuffle_items(keras_loops.PyDatasetAdapter(Numbered(), shuffle=True)) == expected
 
 
 def test_releases_of_keras_differ_where_the_loops_here_do():

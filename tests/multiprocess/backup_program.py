@@ -36,6 +36,7 @@ devices = {"devices": 2} if name in ("mirrored", "central_storage") else harness
 trainer = tfdist.Trainer(name, compression=compression, **devices)
 
 import keras  # noqa: E402 (the strategy comes first)
+import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tfdist import data as data_lib  # noqa: E402
@@ -146,7 +147,39 @@ def own_dataset():
     return tf.data.Dataset.from_tensor_slices((x[mine()], y[mine()])).shuffle(100).batch(BATCH).with_options(options)
 
 
+class Noisy(keras.utils.PyDataset):
+    """Draws an order at the end of each epoch, and noise for each item: with whole items each worker draws its own."""
+
+    def __init__(self, shard="batches", **how):
+        super().__init__(**how)
+        self.shard = shard
+        self.size = BATCH // 2 if shard == "items" else BATCH
+        self.noise, self.orders = np.random.default_rng(RANK if shard == "items" else 0), np.random.default_rng(1)
+        self.order = np.arange(EXAMPLES)
+
+    def __len__(self):
+        return EXAMPLES // self.size
+
+    def __getitem__(self, index):
+        rows = self.order[index * self.size : (index + 1) * self.size]
+        return x[rows] + 0.1 * self.noise.standard_normal(x[rows].shape).astype("float32"), y[rows]
+
+    def on_epoch_end(self):
+        self.orders.shuffle(self.order)
+
+
+class Plain(Noisy):
+    """As `Noisy`, without noise, which `workers` would draw in any order."""
+
+    def __getitem__(self, index):
+        rows = self.order[index * self.size : (index + 1) * self.size]
+        return x[rows], y[rows]
+
+
 DATA = {
+    "py_dataset": lambda: {"x": Noisy()},
+    "py_dataset_by_items": lambda: {"x": Noisy(shard="items")},
+    "py_dataset_with_workers": lambda: {"x": Plain(shard="items", workers=2)},
     "function": lambda: {"x": lambda c: data_lib.epochs((x, y), c, BATCH, 5), "steps_per_epoch": STEPS},
     "arrays": lambda: {"x": x, "y": y, "batch_size": BATCH},
     "dataset": lambda: {"x": plain.shuffle(100).batch(BATCH)},

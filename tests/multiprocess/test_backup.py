@@ -206,6 +206,25 @@ def test_data_of_which_each_worker_has_its_own_resume_where_they_were(data, tmp_
     check_equal(results, expected)
 
 
+@pytest.mark.parametrize(
+    "data",
+    [
+        pytest.param("py_dataset", marks=pytest.mark.full),
+        "py_dataset_by_items",
+        pytest.param("py_dataset_with_workers", marks=pytest.mark.full),
+        pytest.param("generator", marks=pytest.mark.full),
+    ],
+)
+def test_data_from_python_resume_where_they_were(data, tmp_path):
+    code, text, expected = run("multi_worker_mirrored", tmp_path / "whole", save_freq=0, data=data)
+    assert code == 0, text
+    kills = [[1, "step", STEPS + 6]]
+    code, text, results = run("multi_worker_mirrored", tmp_path / "killed", save_freq=SAVE_FREQ, data=data, kills=kills)
+    assert code == 0, text
+    assert results[0]["restarts"] == 1 and "exact" not in text
+    check_equal(results, expected)
+
+
 @pytest.mark.slow
 def test_files_that_are_shuffled_and_interleaved_come_in_the_same_order(tmp_path):
     """A shuffle below another one begins a new order when it is read, not when an iterator is made."""

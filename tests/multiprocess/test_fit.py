@@ -169,7 +169,7 @@ def marks(strategy, case):
     """The mark of the tier in which a case, maybe with a bare fit, runs with a strategy."""
     name = case.removeprefix("bare ")
     elsewhere = (name in BETWEEN_WORKERS) != (strategy == "multi_worker_mirrored")
-    if strategy == "stock" or name in PYTHON_DATA:  # which workers refuse
+    if strategy == "stock" or name in PYTHON_DATA:
         elsewhere = False
     if name in SLOW or elsewhere:
         return pytest.mark.slow
@@ -250,15 +250,11 @@ def test_so_does_a_bare_fit(plain, ranks, strategy, case):
         assert difference(results[f"bare {case}"]["weights"], plain(case)["weights"]) < 1e-5
 
 
+@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
 @pytest.mark.parametrize("case", PYTHON_DATA)
-def test_data_from_python_feed_the_replicas_of_one_process(plain, ranks, case):
-    assert difference(ranks("mirrored", case)[0][case], plain(case)) < 1e-5
-
-
-@pytest.mark.parametrize("case", PYTHON_DATA)
-def test_data_from_python_are_refused_with_several_workers(ranks, case):
-    for results in ranks("multi_worker_mirrored", case):
-        assert "cannot be split among workers" in results[case]
+def test_data_from_python_feed_all_replicas(plain, ranks, strategy, case):
+    for results in ranks(strategy, case):
+        assert difference(results[case], plain(case)) < 1e-5
 
 
 @with_two_replicas(HALVES)

@@ -31,10 +31,6 @@ Each kind of script was run twice: as plain Keras, and with `import tfdist`, a `
 - **{}**: it raises the error in the note.
 
 """
-TAIL = """
-Stock Keras cannot split data from a Python generator either: a `PyDataset` or generator becomes a \
-`tf.data.Dataset`, or a function of `tf.distribute.InputContext`.
-"""
 
 
 def run(mode: str, folder: pathlib.Path, *names: str) -> list[dict[str, Any]]:
@@ -94,7 +90,7 @@ def text(cells: dict[str, dict[str, str]], scripts: dict[str, Any]) -> str:
     count = {mode: sum(REFUSED not in each for each in of.values()) for mode, of in cells.items()}
     total = ", ".join(f"{number} of {len(scripts)} under {MODES[mode]}" for mode, number in count.items())
     head = HEAD.format(len(scripts), EQUAL, TRAINS, REFUSED)
-    return head + f"Scripts that train: {total}.\n\n" + "\n".join([*lines, "", *numbered]) + "\n" + TAIL
+    return head + f"Scripts that train: {total}.\n\n" + "\n".join([*lines, "", *numbered]) + "\n"
 
 
 def main() -> None:

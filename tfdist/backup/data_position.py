@@ -111,7 +111,8 @@ class TrainingPasses(Passes):
             super()._open(is_read)
             return
         # Only the first pass after a resume is replayed. Drop the old iterator first: it might read ahead and draw random numbers.
-        self._resumes, self.iterator, self._seen = False, None, position.drawn
+        self.close()
+        self._resumes, self._seen = False, position.drawn
         self._begin_pass()
         batches = self.source.steps
         if in_pass and self.source.datasets and batches is not None and position.drawn >= batches:

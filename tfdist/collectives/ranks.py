@@ -22,11 +22,12 @@ class Ranks:
     Attributes:
         rank: This task's rank.
         size: The number of tasks.
+        names: The names of all tasks.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, rank: int, names: Sequence[str]):
         self._strategy = strategy
-        self._names = names
+        self.names = names
         self.rank = rank
         self.size = len(names)
         self._sum = tf.function(lambda values: strategy.reduce("SUM", values), autograph=False)
@@ -66,7 +67,7 @@ class Ranks:
         """Returns the first non-empty reason of all ranks, or an empty text. Appends the names of its tasks unless all tasks have it."""
         reasons = self.gather_texts(reason)
         first = next(filter(None, reasons), "")
-        tasks = [name for name, other in zip(self._names, reasons, strict=True) if other == first]
+        tasks = [name for name, other in zip(self.names, reasons, strict=True) if other == first]
         return first if len(tasks) == self.size else f"{first} ({', '.join(tasks)})"
 
     def barrier(self) -> None:

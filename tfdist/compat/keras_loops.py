@@ -9,8 +9,10 @@ from __future__ import annotations
 import contextlib
 import copy
 import functools
+import itertools
 import queue
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -62,6 +64,7 @@ Method = Function
 KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoaderAdapter", "GrainDatasetAdapter")
 KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
 KERAS_ADAPTER_ITERATOR = "_get_iterator"
+KERAS_STANDARDIZE = "_standardize_batch"
 
 
 def reads_python(adapter: DataAdapter) -> bool:
@@ -89,6 +92,57 @@ def adapted_dataset(adapter: DataAdapter) -> tf.data.Dataset:
     return dataset
 
 
+def generator_adapter(generator: Iterator[Structure]) -> GeneratorDataAdapter:
+    """Returns the data adapter of a generator of batches. Raises Keras' ValueError without a batch or without tuples."""
+
+    def present(batch: Structure) -> Structure:  # TensorFlow cannot split an absent sample_weight over replicas
+        return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
+
+    return GeneratorDataAdapter(map(present, generator))
+
+
+def dataset_reading(adapter: DataAdapter, batches: Function) -> tf.data.Dataset:
+    """Returns the dataset of an adapter of a PyDataset or a generator, whose passes read `batches()` in place of the adapter's data."""
+    if isinstance(adapter, PyDatasetAdapter):
+        adapter.enqueuer = None
+        setattr(adapter, KERAS_ADAPTER_ITERATOR, batches)
+    else:
+        adapter.generator = batches
+    return adapter.get_tf_dataset()
+
+
+def shuffle_items(adapter: PyDatasetAdapter) -> list[int]:
+    """Returns the order in which Keras would read the items of a PyDataset in a new pass."""
+    order = list(range(adapter.num_batches))
+    epoch = getattr(adapter, KERAS_ADAPTER_EPOCH, None)
+    (random if epoch is None else random.Random(epoch)).shuffle(order)
+    return order
+
+
+def read_items(adapter: PyDatasetAdapter, items: keras.utils.PyDataset, order: Iterable[int]) -> Iterator[Structure]:
+    """Yields items of a PyDataset as batches, in an order that does not depend on its workers.
+
+    Args:
+        adapter: The adapter, which standardizes the items.
+        items: The items, as an endless PyDataset.
+        order: The indices of the items.
+    """
+    standardize = getattr(adapter, KERAS_STANDARDIZE)
+    if not (items.workers > 1 or (items.workers > 0 and items.use_multiprocessing)):
+        yield from (standardize(items[index]) for index in order)
+        return
+    enqueuer = OrderedEnqueuer(
+        items,
+        workers=items.workers,
+        use_multiprocessing=items.use_multiprocessing,
+        max_queue_size=items.max_queue_size,
+    )
+    counted, enqueuer.indices = itertools.tee(order)
+    enqueuer.start(*([0] if _RELEASE >= (3, 16) else []))
+    with _stopping(enqueuer):
+        yield from (standardize(item) for _, item in zip(counted, enqueuer.get(), strict=False))
+
+
 def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Structure]:
     data, pass_adapter = adapter.py_dataset, copy.copy(adapter)
     delattr(pass_adapter, KERAS_ADAPTER_ITERATOR)
@@ -99,14 +153,21 @@ def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Structure]:
         max_queue_size=data.max_queue_size,
         shuffle=adapter.shuffle,
     )
-    try:
+    with _stopping(pass_adapter.enqueuer):
         yield from getattr(pass_adapter, KERAS_ADAPTER_ITERATOR)()
+
+
+@contextlib.contextmanager
+def _stopping(enqueuer: OrderedEnqueuer) -> Iterator[None]:
+    """Stops the workers of a PyDataset at the end of the context."""
+    try:
+        yield
     finally:
-        thread = pass_adapter.enqueuer.run_thread
-        pass_adapter.enqueuer.stop(drain_queue_and_join=False)
+        thread = enqueuer.run_thread
+        enqueuer.stop(drain_queue_and_join=False)
         while thread is not None and thread.is_alive():  # the thread may wait for space in the queue
             with contextlib.suppress(queue.Empty):
-                pass_adapter.enqueuer.future_queue.get(timeout=0.01)
+                enqueuer.future_queue.get(timeout=0.01)
 
 
 # Models

@@ -5,6 +5,7 @@ from __future__ import annotations
 import collections.abc
 import contextlib
 import functools
+import types
 from collections.abc import Iterator
 
 import keras
@@ -222,7 +223,7 @@ def check_data(strategy: tf.distribute.Strategy, data: Data) -> None:
     draws = (
         keras_loops.reads_python(data)
         or kind == "DataLoader"
-        or isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator))
+        or (isinstance(data, collections.abc.Iterator) and not isinstance(data, types.GeneratorType))
     )
     if draws and strategy.traits.several_processes and strategy.num_workers > 1:
         raise ConfigError(

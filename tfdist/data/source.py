@@ -68,6 +68,16 @@ class DataSource:
         ready()
         return iter(self.data.skip(steps))
 
+    def prepare(self, steps: int) -> None:
+        """Prepares the next execution, of up to `steps` steps. May be a collective.
+
+        Args:
+            steps: The number of steps.
+        """
+
+    def close(self) -> None:
+        """Ends the current pass."""
+
     @property
     def form(self) -> Structure:
         """The specification of the elements of the first dataset; the first element itself, if their shapes are not known."""
@@ -117,7 +127,8 @@ class Passes:
 
     def reset(self) -> None:
         """Drops the current pass, before a loop."""
-        self.iterator, self._seen, self._num_batches = None, 0, self.source.steps
+        self.close()
+        self._seen, self._num_batches = 0, self.source.steps
         self.source.adapter.on_epoch_end()
 
     def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
@@ -140,6 +151,7 @@ class Passes:
                 break
             remaining_steps = None if total is None else total - begin
             self._seen += min(size, remaining_steps) if self.steps_per_epoch and remaining_steps else size
+            self.source.prepare(size if remaining_steps is None else min(size, remaining_steps))
             yield begin, begin + size - 1, remaining_steps
             begin += size
         if self._num_batches and self._seen >= self._num_batches:
@@ -152,11 +164,12 @@ class Passes:
             self._num_batches = self._seen
         if self.steps_per_epoch or keras_loops.WARNS_OF_UNKNOWN_END:
             warnings.warn(_RAN_OUT, stacklevel=2)
-        self.iterator = None
+        self.close()
         self.source.adapter.on_epoch_end()
 
     def close(self) -> None:
-        """Drops the iterator, which might read ahead without limit while an error's traceback holds it."""
+        """Drops the iterator, which might read ahead without limit while an error's traceback holds it, and draw random numbers."""
+        self.source.close()
         self.iterator = None
 
     def _open(self, is_read: bool = True) -> None:
@@ -165,7 +178,8 @@ class Passes:
         Args:
             is_read: Whether a step will read it.
         """
-        self.iterator, self._seen = None, 0  # drop the old iterator: it might read ahead, and draw random numbers
+        self.close()
+        self._seen = 0
         self._begin_pass()
         if is_read or not self.source.datasets:
             self.iterator = self.source.open()

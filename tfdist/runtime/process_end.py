@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import ctypes
+import functools
 import os
 import signal
 import sys
@@ -98,7 +99,7 @@ class _Signals:
         if self._write < 0:
             read, self._write = os.pipe()
             os.set_blocking(self._write, False)
-            os.register_at_fork(after_in_child=_restore_default_in_child)
+            _watch_forks()
             threading.Thread(target=self._read, args=(read,), name="tfdist-signals-pipe", daemon=True).start()
         descriptor = signal.set_wakeup_fd(self._write, warn_on_full_buffer=False)
         if descriptor != self._write:
@@ -198,12 +199,20 @@ def _after(seconds: float, call: Callable[[], object]) -> None:
     timer.start()
 
 
+@functools.cache
+def _watch_forks() -> None:
+    os.register_at_fork(after_in_child=_restore_default_in_child)
+
+
 def _restore_default_in_child() -> None:
-    """Restores SIGTERM's default in a forked process, which shares the pipe but has no reading thread; it may call `listen` again."""
+    """Restores SIGTERM's default in a forked process, which shares the pipe but has no reading thread; it may call `listen` again.
+
+    A process of `multiprocessing.Pool` is ended by SIGTERM, and TensorFlow's handler, of which Python does not know, would only record it.
+    """
     global _signals
     _signals = _Signals()
     signal.set_wakeup_fd(-1)
-    if _preemption_listens():
+    if _preemption_listens() or signal.getsignal(signal.SIGTERM) == signal.SIG_DFL:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
@@ -261,6 +270,7 @@ def signals_end_process() -> Iterator[None]:
         handlers = {number: handler for number, handler in handlers.items() if callable(handler)}
     for number in handlers:
         signal.signal(number, signal.SIG_DFL)
+    _watch_forks()
     keep, over = _action(), threading.Event()
     taken: list[int | None] = []
 

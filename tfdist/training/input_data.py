@@ -16,14 +16,16 @@ import tensorflow as tf
 from tfdist.aliases import Callbacks, Data, DataIterator, Function, Structure
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import keras_loops, tf_internals, unsupported
-from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE, GeneratorDataAdapter
+from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE
 from tfdist.data import arrays
+from tfdist.data.python_items import GeneratorItems
 from tfdist.data.source import DataSource, limited_steps
 from tfdist.data.worker_rows import OwnRows
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import batch_splitting
 from tfdist.replicas.own_batches import split_own_batches
+from tfdist.training.python_source import open_python_source
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 _LEAST = {
@@ -40,15 +42,26 @@ def open_source(
     steps: int | None,
     shuffle: bool | str = False,
     class_weight: Mapping[int, float] | None = None,
+    per_execution: int = 1,
 ) -> DataSource:
     """Returns the source of a loop over `(x, y, sample_weight)`; `x` may be a `DatasetFunction`."""
     x, y, sample_weight = data
     unsupported.check_data(engine.strategy, x)
     beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-    if isinstance(x, types.GeneratorType) and all(
-        value is None for value in beside.values()
+    if isinstance(x, GeneratorItems):
+        items, x = x, x.generator
+    else:
+        items = x
+    if isinstance(x, (types.GeneratorType, keras.utils.PyDataset)) and all(
+        value is None or (name == "class_weight" and isinstance(x, keras.utils.PyDataset))
+        for name, value in beside.items()
     ):  # with these arguments Keras raises an error
-        x = from_generator(x)
+        if engine.ranks and engine.ranks.size > 1:
+            return open_python_source(engine, items, bool(shuffle), per_execution, class_weight)
+        if isinstance(x, types.GeneratorType):
+            generator = keras_loops.generator_adapter(x)
+            unsupported.check_data(engine.strategy, generator)
+            x = generator.get_tf_dataset()
     if is_function(x):
         function, weight = x, class_weight
 
@@ -129,15 +142,6 @@ def order_by_worker(outputs: Structure, rows: list[list[int]], ranks: Ranks) -> 
     return tf.nest.map_structure(sort, outputs)
 
 
-def from_generator(generator: types.GeneratorType) -> tf.data.Dataset:
-    """Makes a dataset of the batches that a Python generator yields. Raises Keras' ValueError without a batch or without tuples."""
-
-    def present(batch: Structure) -> Structure:  # TensorFlow cannot split an absent sample_weight over replicas
-        return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
-
-    return GeneratorDataAdapter(map(present, generator)).get_tf_dataset()
-
-
 def is_function(data: Data) -> bool:
     """Returns whether data are a function of an input context."""
     return callable(data) and not isinstance(data, (tf.data.Dataset, keras.utils.PyDataset))
@@ -147,7 +151,7 @@ def batch_size(data: Data, arguments: dict[str, Any]) -> int | None:
     """Returns the global batch size of `fit`, or None if it is unknown before the first step."""
     if isinstance(data, tf.data.Dataset):
         return arrays.batch_size(data)
-    if is_function(data) or isinstance(data, (keras.utils.PyDataset, collections.abc.Iterator)):
+    if is_function(data) or isinstance(data, (keras.utils.PyDataset, GeneratorItems, collections.abc.Iterator)):
         return None
     return arguments.get("batch_size") or DEFAULT_BATCH_SIZE
 

@@ -75,7 +75,15 @@ def fit(
         (x, y, sample_weight), validation_data = keras_loops.train_validation_split(
             (x, y, sample_weight), validation_split=validation_split
         )
-    source = input_data.open_source(engine, (x, y, sample_weight), batch_size, steps_per_epoch, shuffle, class_weight)
+    source = input_data.open_source(
+        engine,
+        (x, y, sample_weight),
+        batch_size,
+        steps_per_epoch,
+        shuffle,
+        class_weight,
+        int(model.steps_per_execution),
+    )
     passes = _training_passes(model, source, steps_per_epoch, session)
     hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
 
@@ -303,7 +311,7 @@ def _passes(
     engine: Engine, model: keras.Model, data: tuple[Any, Any, Any], batch_size: int | None, steps: int | None
 ) -> Passes:
     """Returns the passes of an evaluation or a prediction over `(x, y, sample_weight)`."""
-    source = input_data.open_source(engine, data, batch_size, steps)
+    source = input_data.open_source(engine, data, batch_size, steps, per_execution=int(model.steps_per_execution))
     return Passes(source, steps, int(model.steps_per_execution), model.distribute_strategy.begin_pass)
 
 

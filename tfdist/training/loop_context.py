@@ -131,10 +131,17 @@ class LoopContext:
                 backup.delete(at_once)
             self.ranks.barrier()  # without it, one rank might write a new backup while another one still removes
 
-    def print_replicas(self, global_batch_size: int | None) -> None:
-        """Prints the number of replicas of the training, once and only on the chief."""
+    def print_replicas(self, global_batch_size: int | None, whole_items: bool = False) -> None:
+        """Prints the number of replicas of the training, once and only on the chief.
+
+        Args:
+            global_batch_size: The number of examples of a step, or None if it is unknown.
+            whole_items: Whether each worker trains on items of its own.
+        """
         printed, self._has_printed_replicas = self._has_printed_replicas, True
         if printed or not self.is_chief:
             return
         sentence = console.describe_replicas(self.num_replicas, global_batch_size, self.strategy.traits.asynchronous)
+        if whole_items and self.ranks.size > 1:
+            sentence += f"; a step trains on {self.ranks.size} items of the data, one from each worker (shard='items')"
         logger.info(f"{self.strategy.kind}: {sentence}", extra=BARE)

@@ -15,7 +15,7 @@ import tensorflow as tf
 from tfdist.aliases import Data, Function, Logs, Structure
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.compat import unsupported
-from tfdist.data import worker_rows
+from tfdist.data import python_items, worker_rows
 from tfdist.engine import Engine
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard, compression_report
@@ -67,7 +67,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         sizes = checks.own_sizes(context.ranks, data)
     global_batch_size = input_data.batch_size(data, arguments)
     if arguments.get("verbose", "auto") != 0:
-        context.print_replicas(global_batch_size)
+        context.print_replicas(global_batch_size, python_items.by_items(data))
     described = {**arguments, "own_sizes": sizes}  # as a backup stores them
     batch_size = arguments.get("batch_size")
     if isinstance(data, worker_rows.OwnRows):

@@ -86,4 +86,5 @@ def create_context(
     cluster, task = cluster_and_task or (None, TaskSpec("worker", 0))
     tasks = cluster.training_tasks() if cluster and traits.several_processes else [task]
     together = ranks.Ranks(strategy, tasks.index(task), list(map(str, tasks)))
+    engine.ranks = together
     return LoopContext(strategy, engine, together, cluster, task, backup, check_weights)
