@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfdist.aliases import Data
 from tfdist.compat import keras_distribution
 from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE
-from tfdist.config import StrategyConfig, StrategyTraits
+from tfdist.config import StrategyConfig, StrategyTraits, validation
 from tfdist.data import worker_rows
 from tfdist.errors import ConfigError
 from tfdist.strategy import Strategy
@@ -46,6 +46,8 @@ def choose_strategy(
     if (
         not isinstance(strategy, StrategyConfig) or options
     ):  # a strategy, which `check` compares, or an error of the caller
+        return strategy, options
+    if validation.type_faults(strategy, "strategy") or list(strategy.faults()):  # `create_strategy` raises all of them
         return strategy, options
     _check_traits(strategy.name, strategy.traits)
     if strategy.traits.devices != "each":
