@@ -43,10 +43,8 @@ def choose_strategy(
         strategy = "multi_worker_mirrored" if has_peers else "mirrored"
     if isinstance(strategy, str):
         strategy, options = StrategyConfig(strategy, **options), {}
-    if (
-        not isinstance(strategy, StrategyConfig) or options
-    ):  # a strategy, which `check` compares, or an error of the caller
-        return strategy, options
+    if not isinstance(strategy, StrategyConfig) or options:
+        return strategy, options  # `check` compares a strategy; `create_strategy` raises an error for other values
     if validation.type_faults(strategy, "strategy") or list(strategy.faults()):  # `create_strategy` raises all of them
         return strategy, options
     _check_traits(strategy.name, strategy.traits)
