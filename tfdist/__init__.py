@@ -4,6 +4,7 @@ Names are loaded on first use: `import tfdist` does not load TensorFlow.
 """
 
 import importlib
+import sys
 from typing import TYPE_CHECKING, Any
 
 from tfdist.version import __version__ as __version__
@@ -72,8 +73,14 @@ def __getattr__(name: str) -> Any:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
     if _HOMES[name].partition(".")[0] in _WITH_KERAS:
         importlib.import_module("tfdist.compat.keras_backend").check()
+        importlib.import_module("tfdist.compat.keras_distribution").install()
     return getattr(importlib.import_module(f"tfdist.{_HOMES[name]}"), name)
 
 
 def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
+
+
+if hasattr(sys.modules.get("keras"), "backend") and sys.modules["keras"].backend.backend() == "tensorflow":
+    # `keras.distribution` must work before the Trainer, and so before this package loads Keras.
+    importlib.import_module("tfdist.compat.keras_distribution").install()

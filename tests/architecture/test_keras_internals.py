@@ -29,6 +29,7 @@ import tfdist
 from tfdist.backup import unsaved_randomness
 from tfdist.compat import (
     call_stack,
+    keras_distribution,
     keras_internals,
     keras_loops,
     keras_losses,
@@ -48,7 +49,16 @@ from tfdist.strategies import model_methods, startup
 # `ONLY_IN`, whose accessors know where the others keep the same, or do without.
 CHECKED = {"KERAS": ("3.13", "3.14", "3.15", "3.16"), "TF": ("2.18", "2.19", "2.20", "2.21", "2.22")}
 ONLY_IN = {"KERAS_CALL_LOSS": ("3.16",), "KERAS_ADAPTER_EPOCH": ("3.16",)}
-ACCESSORS = (call_stack, keras_internals, keras_loops, keras_losses, keras_metrics, tf_cluster, tf_internals)
+ACCESSORS = (
+    call_stack,
+    keras_distribution,
+    keras_internals,
+    keras_loops,
+    keras_losses,
+    keras_metrics,
+    tf_cluster,
+    tf_internals,
+)
 NAMES = sorted({name for module in ACCESSORS for name in vars(module) if re.match("(KERAS|TF)_", name)})
 RUNNING = {"KERAS": ".".join(keras.__version__.split(".")[:2]), "TF": ".".join(tf.__version__.split(".")[:2])}
 
@@ -95,6 +105,25 @@ def test_keras_saves_and_trains_by_methods_of_its_model():
             "seam keys: of a second strategy in one process"
         )
     assert f'getattr(self, "{tf_cluster.TF_SERVES}", False)' in inspect.getsource(several), "seam server: started again"
+
+
+def test_keras_distribution_calls_functions_of_its_backend():
+    moved = "seam distribution: keras.distribution asks elsewhere for devices and processes"
+    keras_distribution.install()
+    module = inspect.getmodule(keras.distribution.list_devices)
+    source = inspect.getsource(module)
+    for name in (
+        keras_distribution.KERAS_LIST_DEVICES,
+        keras_distribution.KERAS_NUM_PROCESSES,
+        keras_distribution.KERAS_PROCESS_ID,
+        keras_distribution.KERAS_INITIALIZE,
+    ):
+        assert f"distribution_lib.{name}(" in source, moved
+    assert module.distribution_lib is keras_distribution.distribution_lib, moved
+    if hasattr(keras.distribution, keras_distribution.KERAS_DEVICE_COUNT):
+        assert keras.distribution.get_device_count() == len(keras.distribution.list_devices()), moved
+    assert keras.distribution.list_devices() == ["cpu:0", "cpu:1"], moved
+    assert not keras.distribution.DataParallel()._is_multi_process, f"{moved}: Keras shards data itself"
 
 
 def test_weights_of_layers_are_told_from_slots_and_from_variables_of_tensorflow():

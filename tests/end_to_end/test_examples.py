@@ -50,6 +50,7 @@ FEW = {
     "ratings_parameter_server": ["--steps=175", "--epochs=2"],
     "transfer_learning": ["--epochs=2"],
     "custom_train_step": ["--epochs=3"],
+    "data_parallel": [],
     "gan_custom_loop": ["--steps=40", "--epochs=5"],
 }
 HEADERS = {name: ast.get_docstring(ast.parse((ROOT / f"examples/{name}.py").read_text())) for name in FEW}

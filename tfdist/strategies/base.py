@@ -52,6 +52,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     communicator: Communicator | None = None
     unlike_processors: tuple[int, ...] = ()
     # The Trainer and its loops set these.
+    batches_are_parts = False
     engine: Attaches | None = None
     trainer: Trains | None = None
     flags: tf.Variable | None = None

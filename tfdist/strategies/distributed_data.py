@@ -60,7 +60,7 @@ class DataDistribution(tf.distribute.Strategy):
         """Returns the source of a loop over a dataset of (global) batches.
 
         With AutoShardPolicy.OFF each worker reads its entire own dataset, and each step takes from it the global batch size divided by
-        the number of workers.
+        the number of workers, or a batch if `batches_are_parts`.
 
         Args:
             dataset: The dataset, or a distributed one.
@@ -120,9 +120,9 @@ class DataDistribution(tf.distribute.Strategy):
             ) from e
 
     def _own_source(self, dataset: tf.data.Dataset) -> DataSource:
-        """Returns the source of this worker's own dataset of batches of the global size. A collective."""
+        """Returns the source of this worker's own dataset of batches, each of the global size or a worker's part. A collective."""
         replicas = len(self.extended.worker_devices)
-        workers = num_replicas(self) // replicas
+        workers = 1 if self.batches_are_parts else num_replicas(self) // replicas
         size, pieces = arrays.batch_size(dataset), worker_rows.count_pieces(dataset, workers)
 
         def local_dataset(_: tf.distribute.InputContext) -> tf.data.Dataset:

@@ -15,6 +15,7 @@ from collections.abc import Iterator
 import keras
 import tensorflow as tf
 
+from tfdist.compat import keras_distribution
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
 from tfdist.version import __version__
@@ -52,11 +53,7 @@ def _is_tested(name: str, version: str) -> bool:
 
 def check_devices(config: StrategyConfig) -> None:
     """Raises ConfigError for a device that this process does not have: TensorFlow would use the CPU without a warning. Does not start TensorFlow."""
-    present = []
-    for kind in dict.fromkeys(device.device_type for device in tf.config.list_physical_devices()):
-        devices = tf.config.list_physical_devices(kind)
-        count = sum(len(tf.config.get_logical_device_configuration(device) or "1") for device in devices)
-        present += [f"{kind}:{number}" for number in range(count)]
+    present = keras_distribution.present_devices()
     for name in config.device_names:
         short = name.upper().rpartition("DEVICE:")[2].lstrip("/")
         if not name.startswith("/job:") and (short if ":" in short else f"{short}:0") not in present:

@@ -49,11 +49,11 @@ def check_strategy(strategy: tf.distribute.Strategy, options: Collection[str]) -
 
 
 def check_options(trainer: type, strategy: object, options: Collection[str]) -> None:
-    """Raises ConfigError for each option that is not a field of StrategyConfig, if `strategy` is a name."""
+    """Raises ConfigError for each option that is not a field of StrategyConfig, if `strategy` is a name or None."""
     fields = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
     known = fields | {*inspect.signature(trainer).parameters} - {"options"}
     faults = [unknown_name_message("argument of Trainer", name, known) for name in options if name not in fields]
-    if faults and isinstance(strategy, str):
+    if faults and (strategy is None or isinstance(strategy, str)):
         raise ConfigError(faults)
 
 

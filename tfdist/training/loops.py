@@ -21,7 +21,16 @@ from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard, compression_report
 from tfdist.runtime.log import logger
 from tfdist.runtime.progress import Progress
-from tfdist.training import callback_kinds, callback_sync, checks, console, input_data, loop, single_steps
+from tfdist.training import (
+    callback_kinds,
+    callback_sync,
+    checks,
+    console,
+    input_data,
+    keras_distribution,
+    loop,
+    single_steps,
+)
 from tfdist.training.loop_context import LoopContext
 
 Method = Function
@@ -57,6 +66,8 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
     for dataset in (data, validation):
         unsupported.check_data(context.strategy, dataset)
     input_data.check_own_rows(data, arguments)
+    if has_parts := context.strategy.batches_are_parts and context.ranks.size > 1:
+        data, validation = keras_distribution.as_own_data(data, validation, arguments, context.ranks.size)
     checks.check_class_weight(data, arguments.get("class_weight"))
     if context.ranks.size == 1:
         data = input_data.unpack_own_rows(data, arguments)
@@ -66,6 +77,8 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         checks.check_consistency(context.ranks, model, data, validation, arguments)
         sizes = checks.own_sizes(context.ranks, data)
     global_batch_size = input_data.batch_size(data, arguments)
+    if global_batch_size and has_parts and isinstance(data, tf.data.Dataset):
+        global_batch_size *= context.ranks.size
     if arguments.get("verbose", "auto") != 0:
         context.print_replicas(global_batch_size, python_items.by_items(data))
     described = {**arguments, "own_sizes": sizes}  # as a backup stores them
@@ -101,7 +114,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
 
 def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Logs:
     unsupported.check_data(context.strategy, arguments.get("x"))
-    data = _own_as_function(context, arguments.pop("x", None), arguments, takes_targets=True)
+    data = _own_as_function(context, _own_data(context, arguments), arguments, takes_targets=True)
     arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
     with context.running(model):
         return loop.evaluate(context.engine, model, data, **arguments)
@@ -109,8 +122,8 @@ def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
 
 def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Structure:
     """Returns the outputs for all examples, in their order, on every rank."""
-    data = arguments.pop("x")
-    unsupported.check_data(context.strategy, data)
+    unsupported.check_data(context.strategy, arguments["x"])
+    data = _own_data(context, arguments)
     has_own_rows = worker_rows.is_own(data) and context.ranks.size > 1
     data = context.engine.data_to_predict(model, _own_as_function(context, data, arguments, takes_targets=False))
     arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
@@ -200,9 +213,17 @@ class _NonFiniteStop(keras.callbacks.Callback):
         return sum(int(number.numpy()) for number in skipped_updates(self.model))
 
 
+def _own_data(context: LoopContext, arguments: dict[str, Any]) -> Data:
+    """Removes `x` from the arguments of `evaluate` or `predict`, and returns it, as each worker's own with `auto_shard_dataset=False`."""
+    data = arguments.pop("x", None)
+    input_data.check_own_rows(data, arguments)
+    if context.strategy.batches_are_parts and context.ranks.size > 1:
+        data, _ = keras_distribution.as_own_data(data, None, arguments, context.ranks.size)
+    return data
+
+
 def _own_as_function(context: LoopContext, data: Data, arguments: dict[str, Any], takes_targets: bool) -> Data:
     """Returns data for `evaluate` and `predict`, after a check that all workers pass the same data or their own rows. A collective."""
-    input_data.check_own_rows(data, arguments)
     if context.ranks.size == 1:
         return input_data.unpack_own_rows(data, arguments if takes_targets else {})
     with context.watching_workers():

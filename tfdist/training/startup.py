@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, Literal
 
 import tensorflow as tf
@@ -18,7 +19,7 @@ from tfdist.errors import ConfigError, format_value
 from tfdist.runtime.process_end import GRACE_SECONDS
 from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.strategy import Strategy
-from tfdist.training import checks
+from tfdist.training import checks, keras_distribution
 from tfdist.training.loop_context import LoopContext
 
 Cluster = tuple[ClusterSpec, TaskSpec]
@@ -26,16 +27,17 @@ _TIMEOUT = Range(0, MOST_SECONDS)
 
 
 def start_strategy(
-    strategy: str | StrategyConfig | tf.distribute.Strategy,
+    strategy: str | StrategyConfig | tf.distribute.Strategy | None,
+    distribution: Any,
     cluster: Cluster | Literal[False] | None,
     backup: BackupAndRestore | None,
     start_timeout: float,
-    options: dict[str, Any],
+    options: Mapping[str, Any],
 ) -> tuple[Strategy, Cluster | None]:
     """Returns the strategy, connected with the other tasks, and the cluster with this task, or None without a cluster.
 
-    Takes the arguments of `Trainer`. Handles SIGTERM from here on, and restores the seed of a backup. Raises ClusterError if other tasks
-    do not start in time.
+    Takes the arguments of `Trainer`, and the value of `keras.distribution.distribution()`. Handles SIGTERM from here on, and restores the
+    seed of a backup. Raises ClusterError if other tasks do not start in time.
     """
     if backup is not None and not isinstance(backup, BackupAndRestore):
         raise ConfigError(f"backup must be a tfdist.BackupAndRestore. Received: {format_value(backup)}.")
@@ -49,16 +51,22 @@ def start_strategy(
     if preemption:
         preemption.listen()  # from now on: a strategy may wait for its peers
     cluster_and_task = discovery.find_cluster(timeout=start_timeout) if cluster is None else cluster or None
-    if not isinstance(strategy, tf.distribute.Strategy):
-        grace = preemption.grace_seconds if preemption else GRACE_SECONDS
-        strategy = create_strategy(strategy, cluster_and_task or False, start_timeout, grace, **options)
+    has_peers = bool(
+        cluster_and_task and cluster_and_task[1].type != "evaluator" and len(cluster_and_task[0].training_tasks()) > 1
+    )
+    chosen, options = keras_distribution.choose_strategy(distribution, strategy, options, has_peers)
+    created: Any
+    if isinstance(chosen, tf.distribute.Strategy):
+        checks.check_strategy(chosen, options)
+        created = chosen
     else:
-        checks.check_strategy(strategy, options)
+        grace = preemption.grace_seconds if preemption else GRACE_SECONDS
+        created = create_strategy(chosen, cluster_and_task or False, start_timeout, grace, **options)
     if preemption:
         preemption.listen()  # TensorFlow has replaced the handler
     if backup:
         backup.restore_seed()
-    return strategy, cluster_and_task
+    return created, cluster_and_task
 
 
 def create_context(

@@ -22,7 +22,7 @@ from tfdist.errors import ConfigError
 from tfdist.monitoring import compression_report
 from tfdist.runtime.log import logger
 from tfdist.strategies import model_methods
-from tfdist.training import checks, loops, saving, startup
+from tfdist.training import checks, keras_distribution, loops, saving, startup
 from tfdist.training.custom_step import Step
 
 
@@ -49,7 +49,9 @@ class Trainer:
     program and calls the same methods in the same order; callbacks may be passed on all workers or on the chief only.
 
     Args:
-        strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`.
+        strategy: A strategy's name, a `StrategyConfig`, or a strategy from `create_strategy`. None means the strategy of
+            `keras.distribution.set_distribution(DataParallel(...))`: `multi_worker_mirrored` in a cluster of several training tasks, else
+            `mirrored`. None without a distribution means `mirrored`. A distribution that contradicts the strategy raises an error.
         cluster: The cluster and this process's task in it; None reads the environment (see `cluster.resolvers`); False means no cluster.
         backup_dir: The folder, shared by all tasks, where `fit` writes a backup after each epoch. A run that finds a
             backup there resumes from it. None means no backups, unless `backup` or a callback of `fit` is a `BackupAndRestore`.
@@ -84,7 +86,7 @@ class Trainer:
 
     def __init__(
         self,
-        strategy: str | StrategyConfig | tf.distribute.Strategy = "mirrored",
+        strategy: str | StrategyConfig | tf.distribute.Strategy | None = None,
         cluster: tuple[ClusterSpec, TaskSpec] | Literal[False] | None = None,
         backup_dir: str | os.PathLike[str] | None = None,
         backup: BackupAndRestore | None = None,
@@ -95,11 +97,14 @@ class Trainer:
         **options: Any,
     ):
         checks.check_options(Trainer, strategy, options)
+        self._distribution = keras.distribution.distribution()
         if backup_dir is not None and backup is not None:
             raise ConfigError("backup_dir and backup both name a folder for backups. Remove backup_dir.")
         compressor = compression_lib.create(compression)
         backup = BackupAndRestore(backup_dir) if backup_dir is not None else backup
-        self.strategy, cluster_and_task = startup.start_strategy(strategy, cluster, backup, start_timeout, options)
+        self.strategy, cluster_and_task = startup.start_strategy(
+            strategy, self._distribution, cluster, backup, start_timeout, options
+        )
         if compressor:
             communicator.check_compresses(self.strategy)
         checks.check_nan_policy(nan_policy, self.strategy)
@@ -112,6 +117,7 @@ class Trainer:
         self.cluster: ClusterSpec | None = self._context.cluster
         self.task = self._context.task
         self._take_models()
+        self._follow_distribution()
 
     @property
     def is_chief(self) -> bool:
@@ -144,9 +150,11 @@ class Trainer:
         The model's own `fit`, `evaluate` and `predict` then call this trainer's.
 
         Raises:
-            ConfigError: A custom loop computes gradients or applies an optimizer outside of a replica.
+            ConfigError: A custom loop computes gradients or applies an optimizer outside of a replica; or a distribution that was set after
+                the Trainer contradicts the strategy.
         """
         self._take_models()
+        self._follow_distribution()
         with self.strategy.scope() as strategy:
             try:
                 yield strategy
@@ -310,6 +318,7 @@ class Trainer:
 
     def call(self, name: str, method: Function, model: keras.Model, args: Any, kwargs: Any) -> Any:
         """Runs a method that was called on the model as if it were called on this trainer; `method` is that of Keras."""
+        self._follow_distribution()
         if name in loops.LOOPS or not keras_internals.has_replaced_make_function(model):
             self._context.attach(model, "fit")
         return loops.run(self._context, name, method, model, args, kwargs)
@@ -318,7 +327,14 @@ class Trainer:
         """Makes models that are created in the strategy's scope use this trainer."""
         self.strategy.trainer, self.strategy.engine = self, self._context.engine
 
+    def _follow_distribution(self) -> None:
+        """Compares Keras' distribution with the strategy, and takes over its `auto_shard_dataset`, which the user may change at any time."""
+        distribution = keras.distribution.distribution() or self._distribution
+        keras_distribution.check(distribution, self.strategy)
+        self.strategy.batches_are_parts = distribution is not None and not distribution.auto_shard_dataset
+
     def _run(self, name: str, model: keras.Model, args: Any, kwargs: Any) -> Any:
+        self._follow_distribution()
         self._context.attach(model, name)
         method = getattr(type(model), name)
         if method is not getattr(keras.Model, name):  # overridden: it calls Keras' method, which calls `call`

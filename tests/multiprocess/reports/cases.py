@@ -24,6 +24,7 @@ KINDS = (
     "reading",
     "policies",
     "own_slices",
+    "distributions",
     "metrics",
     "own_division",
     "unknown_length",
