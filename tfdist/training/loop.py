@@ -75,7 +75,8 @@ def fit(
         (x, y, sample_weight), validation_data = keras_loops.train_validation_split(
             (x, y, sample_weight), validation_split=validation_split
         )
-    source = input_data.open_source(engine, (x, y, sample_weight), batch_size, steps_per_epoch, shuffle, class_weight)
+    data = x, y, sample_weight
+    source = input_data.open_source(engine, data, batch_size, steps_per_epoch, shuffle, class_weight, initial_epoch)
     passes = _training_passes(model, source, steps_per_epoch, session)
     hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
 
@@ -280,7 +281,8 @@ def steps(
     progress: Progress | None = None,
 ) -> Iterator[Structure]:
     """Yields each batch of the training of a `StepModel`; the caller runs the steps."""
-    source = input_data.open_source(engine, (x, y, sample_weight), batch_size, steps_per_epoch, shuffle)
+    data = x, y, sample_weight
+    source = input_data.open_source(engine, data, batch_size, steps_per_epoch, shuffle, initial_epoch=initial_epoch)
     passes = _training_passes(model, source, steps_per_epoch, session)
     hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
     training = train(hooks, passes, initial_epoch, epochs, lambda logs: dict(model.logs))
