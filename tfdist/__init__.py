@@ -11,6 +11,7 @@ from tfdist.version import __version__ as __version__
 _HOMES = {
     "BackupAndRestore": "backup.callback",
     "BackupError": "errors",
+    "DataError": "errors",
     "ClusterError": "errors",
     "ClusterSpec": "cluster",
     "CompressionConfig": "config",
@@ -37,6 +38,7 @@ __all__ = [
     "ClusterSpec",
     "CompressionConfig",
     "ConfigError",
+    "DataError",
     "ExportBest",
     "StrategyConfig",
     "Task",
@@ -55,7 +57,7 @@ if TYPE_CHECKING:
     from tfdist.cluster import ClusterSpec, TaskSpec
     from tfdist.cluster.resolvers.discovery import find_cluster
     from tfdist.config import CompressionConfig, StrategyConfig, TrainConfig
-    from tfdist.errors import BackupError, ClusterError, ConfigError
+    from tfdist.errors import BackupError, ClusterError, ConfigError, DataError
     from tfdist.gradients.optimizer import distribute_optimizer
     from tfdist.step.totals import total
     from tfdist.step.whole_batch import whole_batch

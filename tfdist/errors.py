@@ -66,6 +66,16 @@ class BackupError(_OneLineError):
     """
 
 
+class DataError(_OneLineError):
+    """Stored training data cannot be read, on any worker; the message names the worker, the file and the position.
+
+    Examples:
+        >>> import tfdist
+        >>> tfdist.DataError("x.npy has changed since it was opened")
+        DataError('x.npy has changed since it was opened')
+    """
+
+
 def printable(text: str) -> str:
     """Returns a text as one line that is safe in a terminal: control characters are escaped, and long words truncated to 200 characters.
 

@@ -18,6 +18,7 @@ PUBLIC = {
         "ClusterSpec",
         "CompressionConfig",
         "ConfigError",
+        "DataError",
         "ExportBest",
         "StrategyConfig",
         "Task",
@@ -59,7 +60,7 @@ PUBLIC = {
         "StrategyTraits",
         "TrainConfig",
     ],
-    "tfdist.data": ["epochs", "own_rows"],
+    "tfdist.data": ["arrays_from", "epochs", "own_rows"],
     "tfdist.launch": ["Launcher"],
     "tfdist.monitoring": ["Goodput", "TensorBoard", "Throughput", "WireBytes"],
 }

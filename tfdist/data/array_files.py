@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
 import glob
+import math
 import os
 import re
 import struct
@@ -26,12 +28,13 @@ _SHARD = re.compile(r"(?P<column>.+?)(?:-(?P<shard>\d+)(?:-of-\d+)?)?\.npy")
 _BLOCK_BYTES, _BLOCK_ROWS, _MOST_BLOCKS = 1 << 20, 1 << 12, 1 << 16
 _MOST_MAPS = 256  # maps that are open at once: each holds a file descriptor
 _MOST_FAULTS = 10
+_LONG_ROW = 2048  # bytes, from which on a second copy of a row costs more than a call of NumPy
 _LOCAL_HEADER = struct.Struct(
     "<4s22xHH"
 )  # of a zip file's member: signature, lengths of the name and of the extra field
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)
 class StoredArray:
     """An array in a file.
 
@@ -57,9 +60,9 @@ class StoredArray:
     def name(self) -> str:
         return f"{self.path}[{self.member!r}]" if self.member else self.path
 
-    @property
+    @functools.cached_property
     def row_bytes(self) -> int:
-        return int(np.prod(self.shape, dtype=np.int64)) * self.dtype.itemsize
+        return math.prod(self.shape) * self.dtype.itemsize
 
     def map(self) -> np.ndarray:
         """Maps the rows as bytes, `[length, row_bytes]`: NumPy would copy an entire array that is not aligned."""
@@ -67,6 +70,13 @@ class StoredArray:
             return np.zeros((self.length, self.row_bytes), np.uint8)
         shape = (self.length, self.row_bytes)
         return np.asarray(np.memmap(self.path, np.uint8, "r", self.offset, shape))
+
+    def typed(self, rows: np.ndarray) -> np.ndarray:
+        """Returns rows of bytes as rows of the array's type, in this machine's byte order."""
+        if not self.row_bytes:
+            return np.zeros((len(rows), *self.shape), self.dtype.newbyteorder("="))
+        values = rows.view(self.dtype).reshape(len(rows), *self.shape)
+        return values if self.dtype.isnative else values.astype(self.dtype.newbyteorder("="))
 
     def check_unchanged(self) -> None:
         """Raises ValueError if the file has changed: beyond the end of a shorter file, the map would end the process."""
@@ -117,17 +127,27 @@ class ArrayFiles(RowSource):
         self._lock = threading.Lock()
 
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        shards = self._shard_of_block[blocks]
         rows = self._block_in_shard[blocks] * self._block_rows + rows
-        by_shard = [(shard, np.flatnonzero(shards == shard)) for shard in np.unique(shards)]
-        columns = []
-        for number, first in enumerate(self._shards[0]):
-            column = np.empty((len(rows), first.row_bytes), np.uint8)
-            for shard, places in by_shard:
-                column[places] = self._rows(self._shards[shard][number])[rows[places]]
-            typed = column.reshape(-1).view(first.dtype) if first.row_bytes else np.empty(0, first.dtype)
-            columns.append(typed.reshape(len(rows), *first.shape).astype(first.dtype.newbyteorder("="), copy=False))
-        return columns
+        if len(self._shards) == 1:
+            return [array.typed(self._rows(array)[rows]) for array in self._shards[0]]
+        shards = self._shard_of_block[blocks]
+        by_shard = [(shard, np.flatnonzero(shards == shard)) for shard in set(shards.tolist())]
+        return [
+            self._shards[0][column].typed(self._gather(column, rows, by_shard))
+            for column in range(len(self._shards[0]))
+        ]
+
+    def _gather(self, column: int, rows: np.ndarray, by_shard: Iterable[tuple[int, np.ndarray]]) -> np.ndarray:
+        """Returns the bytes of a column's rows in several shards; `by_shard` holds the indices of the rows in each."""
+        gathered = np.empty((len(rows), self._shards[0][column].row_bytes), np.uint8)
+        for shard, indices in by_shard:
+            array = self._rows(self._shards[shard][column])
+            if gathered.shape[1] < _LONG_ROW:
+                gathered[indices] = array[rows[indices]]
+            else:
+                for index, row in zip(indices.tolist(), rows[indices].tolist(), strict=True):
+                    gathered[index] = array[row]
+        return gathered
 
     def _rows(self, array: StoredArray) -> np.ndarray:
         array.check_unchanged()

@@ -39,18 +39,17 @@ class EpochOrder:
         """Returns the block and the row in its block of each example from position `begin` to `end` (exclusive) of an epoch."""
         blocks, starts = self._blocks(epoch if self._shuffle else 0)
         if not self._shuffle:
-            positions = np.arange(begin, end)
-        else:
-            parts = [np.zeros(0, np.int64)]
-            while begin < end:
-                window = int(starts[np.searchsorted(starts, begin, "right") - 1]) // self._window
-                first, rows = self._rows(epoch, window)
-                part = rows[begin - first : end - first]
-                parts.append(first + part)
-                begin += len(part)
-            positions = np.concatenate(parts)
-        indices = np.searchsorted(starts, positions, "right") - 1
-        return blocks[indices], positions - starts[indices]
+            return _locate(np.arange(begin, end), blocks, starts)
+        parts = []
+        while begin < end:
+            window = int(starts[np.searchsorted(starts, begin, "right") - 1]) // self._window
+            first, *located = self._rows(epoch, window)
+            parts.append([values[begin - first : end - first] for values in located])
+            begin += len(parts[-1][0])
+        if len(parts) == 1:
+            return parts[0][0], parts[0][1]
+        empty = [np.zeros(0, np.int64)]
+        return np.concatenate(empty + [part[0] for part in parts]), np.concatenate(empty + [part[1] for part in parts])
 
     def _permute_blocks(self, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Returns the blocks with rows in the order of an epoch, and the position of the first row of each."""
@@ -60,13 +59,20 @@ class EpochOrder:
         ends = np.cumsum(self._sizes[blocks])
         return blocks, ends - self._sizes[blocks]
 
-    def _permute_rows(self, epoch: int, window: int) -> tuple[int, np.ndarray]:
-        """Returns the position of the first row of a window, and the permutation of the window's rows."""
-        _, starts = self._blocks(epoch)
+    def _permute_rows(self, epoch: int, window: int) -> tuple[int, np.ndarray, np.ndarray]:
+        """Returns the position of the first row of a window, and the block and the row in its block of each of the window's examples."""
+        blocks, starts = self._blocks(epoch)
         first, last = np.searchsorted(starts, [window * self._window, (window + 1) * self._window])
         begin = int(starts[first])
         end = int(starts[last]) if last < len(starts) else self.num_examples
-        return begin, _permutation(end - begin, f"{self._seed}/{epoch}/{window}")
+        rows = _permutation(end - begin, f"{self._seed}/{epoch}/{window}")
+        return begin, *_locate(begin + rows, blocks, starts)
+
+
+def _locate(positions: np.ndarray, blocks: np.ndarray, starts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Returns the block and the row in its block of positions in an epoch without the permutation of rows."""
+    indices = np.searchsorted(starts, positions, "right") - 1
+    return blocks[indices], positions - starts[indices]
 
 
 def _permutation(size: int, key: str) -> np.ndarray:

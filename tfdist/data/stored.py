@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import copy
 import hashlib
-from collections.abc import Callable, Sequence
+import re
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -14,9 +16,10 @@ import tensorflow as tf
 from tfdist.aliases import Spec, Structure
 from tfdist.compat import tf_internals
 from tfdist.data.epoch_order import WINDOW, EpochOrder
-from tfdist.errors import ConfigError, format_value
+from tfdist.errors import ConfigError, DataError, format_value
 
 _READS = 4  # batches that are read at once, and batches that wait for their step
+_READ_ERROR = re.compile(rf"{DataError.__name__}: ([^\n]*)")
 
 
 class RowSource(abc.ABC):
@@ -150,18 +153,23 @@ class StoredData:
             first = batch * size
             begin, counts = counts_of_part(min(size, total - first), parts[index], replicas)
             rows = order.examples(epoch, first + begin, first + begin + max(counts[0], 1))
-            return [*self.source.read(*rows), np.array([counts], np.int64)]
+            try:
+                columns = self.source.read(*rows)
+            except (OSError, ValueError) as e:
+                raise DataError(str(e)) from e
+            return columns if make is None else [*columns, np.array([counts], np.int64)]
 
         def element(number: tf.Tensor) -> Any:
             # `read` is a pure function of the number, but not stateless: TensorFlow must not fold it into a constant.
-            *columns, counts = tf.numpy_function(read, [number], [*(spec.dtype for spec in leaves), tf.int64])
+            types = [spec.dtype for spec in leaves]
+            columns = tf.numpy_function(read, [number], types if make is None else [*types, tf.int64])
+            counts = None if make is None else columns.pop()
             for spec, column in zip(leaves, columns, strict=True):
                 column.set_shape([size // replicas if equal else None, *spec.shape])
-            counts.set_shape([1, 3])
             batch = tf.nest.pack_sequence_as(self.source.spec, columns)
             for function in self._maps:
                 batch = function(*batch) if isinstance(batch, tuple) else function(batch)
-            return batch if make is None else make(batch, counts)
+            return batch if make is None else make(batch, tf.ensure_shape(counts, [1, 3]))
 
         if not self._maps:  # only a function of the user may need AutoGraph, whose first use takes half a second
             element = tf.autograph.experimental.do_not_convert(element)
@@ -185,6 +193,17 @@ class StoredData:
         for function in self._maps:
             dataset = dataset.map(function, num_parallel_calls=_READS)
         return dataset
+
+
+@contextlib.contextmanager
+def explaining_reads() -> Iterator[None]:
+    """Turns TensorFlow's error for a read that has failed, on this worker or another one, into a `DataError`."""
+    try:
+        yield
+    except tf.errors.OpError as e:
+        if match := _READ_ERROR.search(e.message):
+            raise DataError(match[1]) from e
+        raise
 
 
 def counts_of_part(size: int, part: int, replicas: int) -> tuple[int, list[int]]:

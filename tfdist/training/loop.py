@@ -13,6 +13,7 @@ from tfdist.aliases import Callbacks, Data, Function, Logs, Structure
 from tfdist.backup.data_position import TrainingPasses
 from tfdist.backup.session import BackupSession
 from tfdist.compat import call_stack, keras_loops, tf_internals
+from tfdist.data import stored
 from tfdist.data.source import DataSource, Passes
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, stop_iteration_error
@@ -360,7 +361,8 @@ def _call(function: Function, *args: Any) -> Any:
 def _closing(*parts: Any) -> Iterator[None]:
     """Closes generators and passes, also after an error: its traceback would keep them open."""
     try:
-        yield
+        with stored.explaining_reads():
+            yield
     finally:
         for part in parts:
             if part is not None:

@@ -18,6 +18,7 @@ ERRORS = {
     "ConfigError",
     "ClusterError",
     "BackupError",
+    "DataError",
     "CorruptBackupError",
     "UnreadableBackupError",
     "WriteError",
