@@ -187,7 +187,7 @@ def test_all_faults_are_named_at_once_but_not_a_thousand(tmp_path):
         ({"seed": -1, "window": 0.5}, "seed must be .*\nwindow must be a whole number"),
         ({"map": 3}, "map must be a function of a batch. Received: 3"),
         ({"columns": ("x", 3)}, r"columns must be names of arrays.* Received: \('x', 3\)"),
-        ({"columns": "z"}, "there is no array 'z'. It holds x, y"),
+        ({"columns": "z"}, "there is no array 'z'. Add it, or name others in `columns`: x, y"),
     ],
 )
 def test_a_wrong_option_is_a_fault(tmp_path, options, message):

@@ -83,7 +83,9 @@ class StoredArray:
         try:
             now = _version(os.stat(self.path))
         except OSError as e:
-            raise ValueError(f"{self.path} cannot be read any longer: {e.strerror}.") from e
+            raise ValueError(
+                f"{self.path} cannot be read any longer: {e.strerror}. Keep the files of a training in place until it ends."
+            ) from e
         if now != self.version:
             raise ValueError(
                 f"{self.path} has changed since it was opened ({self.version[0]:,} bytes then, {now[0]:,} now). Start the "
@@ -257,7 +259,7 @@ def _npz_arrays(path: str) -> Iterator[tuple[str, StoredArray]]:
     try:
         members = zipfile.ZipFile(path).infolist()
     except zipfile.BadZipFile as e:
-        raise ValueError(f"it is not a complete .npz file ({e}).") from e
+        raise ValueError(f"it is not a complete .npz file ({e}). Write it again.") from e
     with open(path, "rb") as file:
         for member in members:
             name = member.filename.removesuffix(".npy")
@@ -269,7 +271,9 @@ def _npz_arrays(path: str) -> Iterator[tuple[str, StoredArray]]:
             file.seek(member.header_offset)
             signature, name_bytes, extra_bytes = _LOCAL_HEADER.unpack(file.read(_LOCAL_HEADER.size))
             if signature != b"PK\3\4":
-                raise ValueError(f"array {name!r} is not where the file's directory says.")
+                raise ValueError(
+                    f"array {name!r} is not where the file's directory says. Write the file again with np.savez."
+                )
             file.seek(name_bytes + extra_bytes, os.SEEK_CUR)
             yield name, _npy_array(file, path, name)
 
@@ -285,7 +289,9 @@ def _npy_array(file: IO[bytes], path: str, member: str = "") -> StoredArray:
     if dtype.kind not in "biufc" or dtype.itemsize > 16 or dtype == np.longdouble:
         raise ValueError(f"{what} has the type {dtype}. Save numbers or booleans.")
     if not shape:
-        raise ValueError(f"{what} is a single number, not an array of examples.")
+        raise ValueError(
+            f"{what} is a single number, not an array of examples. Name the arrays of examples in `columns`, or remove it."
+        )
     if fortran_order and len(shape) > 1:
         raise ValueError(f"the rows of {what} are scattered (Fortran order). Save np.ascontiguousarray(array).")
     stat = os.fstat(file.fileno())
@@ -314,7 +320,7 @@ def _differences(shards: Sequence[tuple[str, Mapping[str, StoredArray]]], names:
         where = f"{shard} lacks" if shard else "there is no"
         missing = [name for name in names if name not in arrays]
         for name in missing:
-            yield f"{where} array {name!r}. It holds {list_first(sorted(arrays), _MOST_FAULTS)}."
+            yield f"{where} array {name!r}. Add it, or name others in `columns`: {list_first(sorted(arrays), _MOST_FAULTS)}."
         present = [arrays[name] for name in dict.fromkeys(names) if name in arrays]
         if len({array.length for array in present}) > 1:
             lengths = ", ".join(f"{array.length} in {array.name}" for array in present)
@@ -331,7 +337,7 @@ def _differences(shards: Sequence[tuple[str, Mapping[str, StoredArray]]], names:
 
 def _raise_all(faults: Iterable[str]) -> None:
     if faults := list(faults):
-        more = [f"{len(faults) - _MOST_FAULTS} further errors."] if len(faults) > _MOST_FAULTS else []
+        more = [f"{len(faults) - _MOST_FAULTS} further errors; fix these first."] if len(faults) > _MOST_FAULTS else []
         raise ConfigError([*faults[:_MOST_FAULTS], *more])
 
 

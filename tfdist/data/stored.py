@@ -156,7 +156,8 @@ class StoredData:
             try:
                 columns = self.source.read(*rows)
             except (OSError, ValueError) as e:
-                raise DataError(str(e)) from e
+                fault = str(e)
+                raise DataError(fault) from e
             return columns if make is None else [*columns, np.array([counts], np.int64)]
 
         def element(number: tf.Tensor) -> Any:
@@ -202,7 +203,8 @@ def explaining_reads() -> Iterator[None]:
         yield
     except tf.errors.OpError as e:
         if match := _READ_ERROR.search(e.message):
-            raise DataError(match[1]) from e
+            sentence = match[1]
+            raise DataError(sentence) from e
         raise
 
 
