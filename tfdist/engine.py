@@ -58,6 +58,16 @@ class Engine(abc.ABC):
             make: Returns the dataset of one input pipeline.
         """
 
+    @abc.abstractmethod
+    def source_from_stored(self, data: Data, start: int, steps: int | None) -> Any:
+        """Returns the `DataSource` of a loop over data that are read from storage.
+
+        Args:
+            data: The `StoredData`.
+            start: The first step, counted over all epochs.
+            steps: The number of steps; None means endless epochs, for training.
+        """
+
     def running(self, model: keras.Model) -> contextlib.AbstractContextManager[Any]:
         """Returns the context of a loop or a single step of an attached model.
 

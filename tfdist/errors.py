@@ -67,13 +67,21 @@ class BackupError(_OneLineError):
 
 
 class DataError(_OneLineError):
-    """Training data cannot be read, or differ between the workers.
+    """Training data cannot be read, or differ between the workers; the message names the worker, the file and the position.
+
+    Args:
+        message: The message.
+        is_agreed: Whether all workers have raised this error at the same step.
 
     Examples:
         >>> import tfdist
         >>> tfdist.DataError("The data of worker:1 cannot be read: item 7 of Images: OSError: no such file")
         DataError('The data of worker:1 cannot be read: item 7 of Images: OSError: no such file')
     """
+
+    def __init__(self, message: object = "", is_agreed: bool = False):
+        super().__init__(message)
+        self.is_agreed = is_agreed
 
 
 def printable(text: str) -> str:

@@ -111,6 +111,9 @@ class Strategy(Protocol):
     def source(self, dataset: Data, steps: int | None) -> Any:
         """Returns the `DataSource` of a loop over a dataset of batches of the global size."""
 
+    def source_from_stored(self, data: Data, start: int, steps: int | None) -> Any:
+        """Returns the `DataSource` of a loop over data that are read from storage."""
+
     def source_from_function(self, dataset_fn: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> Any:
         """Returns the `DataSource` of a loop over the datasets that a function makes."""
 

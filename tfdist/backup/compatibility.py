@@ -11,6 +11,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Data, Json
 from tfdist.compat import optimizer_search
+from tfdist.data.stored import StoredData
 from tfdist.data.worker_rows import is_own
 from tfdist.errors import ConfigError, format_value, list_first
 
@@ -35,6 +36,8 @@ def describe_data(x: Data, y: Data) -> dict[str, Any]:
             {} if is_own(x) else {"batches": int(x.cardinality())}
         )  # the number of own batches differs between workers
         return {"elements": str(x.element_spec), **size}
+    if isinstance(x, StoredData):
+        return {"stored": x.describe()}
     shapes = {name: str(value.shape) for name, value in (("x", x), ("y", y)) if hasattr(value, "shape")}
     return shapes
 

@@ -36,7 +36,7 @@ from tfdist.compat import keras_backend
 from tfdist.config import TrainConfig, validation
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
-from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
+from tfdist.errors import BackupError, ClusterError, ConfigError, DataError, collect_errors, format_value
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime import late_removal, ownership, process_end, progress, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
@@ -88,7 +88,7 @@ def _main(argv: Sequence[str]) -> int:
             validation.check(command.config, workers, command.faults)
             if not faults:
                 return _run(command.config, command.workdir, resolved, argv, finished)
-    except (ClusterError, BackupError, WriteError, FloatingPointError) as e:
+    except (ClusterError, BackupError, DataError, WriteError, FloatingPointError) as e:
         logger.error(e)
         return 1
     for fault in faults:

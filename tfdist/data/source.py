@@ -29,6 +29,7 @@ class DataSource:
         datasets: This process's datasets, from which the data are made; empty if unknown.
         steps: The number of steps of a pass; None if it is unknown or infinite.
         parts: The number of replicas among which an element of the datasets is split.
+        steps_per_epoch: The number of steps of an epoch if a pass continues in the next epoch; None means one pass.
         open_at: Returns a pass that begins at a step; called as `open_at(number, steps, ready)` (see `DataSource.open_at`).
 
     Attributes:
@@ -42,11 +43,13 @@ class DataSource:
         steps: int | None = None,
         parts: int = 1,
         open_at: OpenAt | None = None,
+        steps_per_epoch: int | None = None,
     ):
         self.data = data
         self.datasets = datasets
         self.steps = steps
         self.parts = parts
+        self.steps_per_epoch = steps_per_epoch
         self.adapter: Any = keras_loops.DataAdapter()
         self._open_at = open_at
 
@@ -96,12 +99,12 @@ def _is_known(spec: Spec) -> bool:
 class Passes:
     """The passes of a loop over a source, opened when Keras opens them, and the steps of each epoch.
 
-    Without `steps_per_epoch` each epoch is one pass. At its end Keras opens a further pass and does not read it; for data that
+    Without `steps_per_epoch`, also of the source, each epoch is one pass. At its end Keras opens a further pass and does not read it; for data that
     shuffle, this pass counts. With `steps_per_epoch` a pass continues in the next epoch.
 
     Args:
         source: The data.
-        steps_per_epoch: The number of steps of an epoch; None means one pass.
+        steps_per_epoch: The number of steps of an epoch; None means that of the source.
         steps_per_execution: The number of steps between two hooks.
         begin_pass: Called before each pass is opened.
 
@@ -114,7 +117,7 @@ class Passes:
         self, source: DataSource, steps_per_epoch: int | None, steps_per_execution: int, begin_pass: Callable[[], None]
     ):
         self.source = source
-        self.steps_per_epoch = limited_steps(steps_per_epoch)
+        self.steps_per_epoch = limited_steps(steps_per_epoch or source.steps_per_epoch)
         self.iterator: Any = None
         self._per_execution = steps_per_execution
         self._begin_pass = begin_pass

@@ -26,6 +26,7 @@ import tensorflow as tf
 from tfdist.aliases import DataIterator, Gradient, Logs, Spec, StepFunction, Structure
 from tfdist.compat import keras_internals, keras_loops, optimizer_search
 from tfdist.data.source import DataSource, Passes, run_to_end
+from tfdist.data.stored import StoredData
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError
 from tfdist.gradients.update import deduplicate_rows_before_update
@@ -86,6 +87,16 @@ class ParameterServerEngine(Engine):
         """Returns the source of a dataset function that runs on each worker."""
         data = WorkerDataset(make, self.scheduler.workers)
         return DataSource(data, steps=data.total(), open_at=data.open_at)
+
+    def source_from_stored(self, data: StoredData, start: int, steps: int | None) -> DataSource:
+        """Returns the source of stored data that the chief reads; the chief sends each batch to one worker."""
+
+        def open_at(number: int, done: int, ready: Callable[[], None]) -> DataIterator:
+            ready()
+            return iter(data.parts(1, [0], start + done, None if steps is None else steps - done))
+
+        per_epoch = data.steps_per_epoch if steps is None else None
+        return DataSource(data.parts(1, [0], start, steps), (), steps, 1, open_at, per_epoch)
 
     def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:
         return (

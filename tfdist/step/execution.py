@@ -20,6 +20,7 @@ from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_int
 from tfdist.compression.base import Compressor
 from tfdist.data import worker_rows
 from tfdist.data.source import DataSource, run_to_end
+from tfdist.data.stored import StoredData
 from tfdist.engine import Engine, RunningMeans
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.gradients import optimizer as optimizer_lib
@@ -436,6 +437,10 @@ class SynchronousEngine(Engine):
 
     def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
         source: DataSource = self.strategy.source_from_function(make)
+        return source
+
+    def source_from_stored(self, data: StoredData, start: int, steps: int | None) -> DataSource:
+        source: DataSource = self.strategy.source_from_stored(data, start, steps)
         return source
 
     def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:

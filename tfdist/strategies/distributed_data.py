@@ -14,6 +14,7 @@ from tfdist.data import arrays, resume, worker_rows
 from tfdist.data.graph import walk
 from tfdist.data.random_state import python_functions
 from tfdist.data.source import DataSource
+from tfdist.data.stored import StoredData
 from tfdist.errors import ConfigError
 from tfdist.replicas import batch_splitting, own_batches
 from tfdist.replicas.moving_statistics import MovingStatistics
@@ -170,6 +171,34 @@ class DataDistribution(tf.distribute.Strategy):
         A worker whose dataset has ended continues with a padding example that does not count, until all datasets have ended.
         """
         return self._source_from_function(dataset_fn, None, deals=True)
+
+    def source_from_stored(self, data: StoredData, start: int, steps: int | None) -> DataSource:
+        """Returns the source of a loop over stored data, of which each worker reads only its replicas' parts.
+
+        Args:
+            data: The data.
+            start: The first step, counted over all epochs.
+            steps: The number of steps; None means endless epochs, for training.
+        """
+        replicas = num_replicas(self)
+        distribute = super().distribute_datasets_from_function
+        make = None if data.splits_equally(replicas) else batch_splitting.SplitBatch
+
+        def distributed(first_step: int) -> tf.distribute.DistributedDataset:
+            def local_dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
+                local = replicas // context.num_input_pipelines
+                first = context.input_pipeline_id * local
+                # Endless, also if the loop ends: else TensorFlow checks before each step, by a collective, whether all workers have data.
+                return data.parts(replicas, range(first, first + local), first_step, make=make)
+
+            return distribute(local_dataset)
+
+        def open_at(number: int, done: int, ready: Callable[[], None]) -> DataIterator:
+            ready()
+            return iter(distributed(start + done))
+
+        per_epoch = data.steps_per_epoch if steps is None else None
+        return DataSource(distributed(start), [data.specimen()], steps, replicas, open_at, per_epoch)
 
     def _source_from_function(
         self,

@@ -18,6 +18,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.compat import unsupported
 from tfdist.config import StrategyConfig, validation
 from tfdist.data import graph, worker_rows
+from tfdist.data.stored import StoredData
 from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.strategy import Strategy, as_ours
 from tfdist.training import array_digest, program_likeness
@@ -188,8 +189,8 @@ class _Arrays:
             "sample_weight": arguments.get("sample_weight"),
             "validation_data": validation_data,
         }
-        opaque = (tf.data.Dataset, tf.distribute.DistributedDataset, worker_rows.OwnRows)
-        self._kinds = {name: array_digest.kinds(_rows(value)) for name, value in self._arguments.items()}
+        opaque = (tf.data.Dataset, tf.distribute.DistributedDataset, worker_rows.OwnRows, StoredData)
+        self._kinds = {name: _kinds(value) for name, value in self._arguments.items()}
         self._arrays = {name: None if isinstance(value, opaque) else value for name, value in self._arguments.items()}
 
     def digests(self) -> list[float]:
@@ -209,6 +210,11 @@ class _Arrays:
                 "own_rows must hold arrays of the same types, with rows of the same shape, on all workers. Received: "
                 f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
             )
+        if isinstance(self._arguments[name], StoredData):
+            return (
+                f"arrays_from in {name} must find the same files, with the same arrays, and have the same options on all workers. Received: "
+                f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
+            )
         local = array_digest.describe(self._arrays[name])
         return (
             f"The arrays in {name} must be the same on all workers, because each worker trains on its share of every batch. Received: "
@@ -221,8 +227,10 @@ class _Arrays:
         return spread > array_digest.TOLERANCE * np.maximum(1, np.abs(digests).max(0))
 
 
-def _rows(data: Data) -> Any:
-    return (data.x, data.y, data.sample_weight) if isinstance(data, worker_rows.OwnRows) else data
+def _kinds(data: Data) -> str:
+    if isinstance(data, StoredData):
+        return data.describe()
+    return array_digest.kinds((data.x, data.y, data.sample_weight) if isinstance(data, worker_rows.OwnRows) else data)
 
 
 def _present(validation_data: Data, arguments: Mapping[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -248,6 +256,8 @@ def _length(data: Data) -> float:
         return float(tf.data.INFINITE_CARDINALITY) if endless else 0.0
     if isinstance(data, tf.data.Dataset):
         return float(data.cardinality())
+    if isinstance(data, StoredData):
+        return float(data.num_examples)
     first = next((leaf for leaf in tf.nest.flatten(data) if hasattr(leaf, "shape")), None)
     return float(first.shape[0]) if first is not None and len(first.shape) else _NO_NUMBER
 

@@ -20,6 +20,7 @@ from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE
 from tfdist.data import arrays
 from tfdist.data.python_items import GeneratorItems
 from tfdist.data.source import DataSource, limited_steps
+from tfdist.data.stored import StoredData
 from tfdist.data.worker_rows import OwnRows
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, format_value
@@ -43,8 +44,12 @@ def open_source(
     shuffle: bool | str = False,
     class_weight: Mapping[int, float] | None = None,
     per_execution: int = 1,
+    initial_epoch: int | None = None,
 ) -> DataSource:
-    """Returns the source of a loop over `(x, y, sample_weight)`; `x` may be a `DatasetFunction`."""
+    """Returns the source of a loop over `(x, y, sample_weight)`; `x` may be a `DatasetFunction` or `StoredData`.
+
+    `initial_epoch` is the first epoch of a training; None means that the loop passes over the data once, in order.
+    """
     x, y, sample_weight = data
     unsupported.check_data(engine.strategy, x)
     beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
@@ -62,6 +67,16 @@ def open_source(
             generator = keras_loops.generator_adapter(x)
             unsupported.check_data(engine.strategy, generator)
             x = generator.get_tf_dataset()
+    if isinstance(x, StoredData):
+        if present := [name for name in ("y", "sample_weight") if beside[name] is not None]:
+            raise ConfigError(
+                f"arrays_from holds targets and weights. Received {present[0]} beside it: name its arrays in `columns`."
+            )
+        x = x.mapped(keras_loops.make_class_weight_map_fn(class_weight)) if class_weight else x
+        if initial_epoch is None:
+            return engine.source_from_stored(x.in_order(), 0, x.steps_per_epoch)
+        start = initial_epoch * (limited_steps(steps or x.steps_per_epoch) or 0)
+        return engine.source_from_stored(x if shuffle else x.in_order(), start, None)
     if is_function(x):
         function, weight = x, class_weight
 
@@ -151,6 +166,8 @@ def batch_size(data: Data, arguments: dict[str, Any]) -> int | None:
     """Returns the global batch size of `fit`, or None if it is unknown before the first step."""
     if isinstance(data, tf.data.Dataset):
         return arrays.batch_size(data)
+    if isinstance(data, StoredData):
+        return data.batch_size
     if is_function(data) or isinstance(data, (keras.utils.PyDataset, GeneratorItems, collections.abc.Iterator)):
         return None
     return arguments.get("batch_size") or DEFAULT_BATCH_SIZE

@@ -13,6 +13,7 @@ from tfdist.aliases import Callbacks, Data, Function, Logs, Structure
 from tfdist.backup.data_position import TrainingPasses
 from tfdist.backup.session import BackupSession
 from tfdist.compat import call_stack, keras_loops, tf_internals
+from tfdist.data import stored
 from tfdist.data.source import DataSource, Passes
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, stop_iteration_error
@@ -75,14 +76,16 @@ def fit(
         (x, y, sample_weight), validation_data = keras_loops.train_validation_split(
             (x, y, sample_weight), validation_split=validation_split
         )
+    data = x, y, sample_weight
     source = input_data.open_source(
         engine,
-        (x, y, sample_weight),
+        data,
         batch_size,
         steps_per_epoch,
         shuffle,
         class_weight,
         int(model.steps_per_execution),
+        initial_epoch,
     )
     passes = _training_passes(model, source, steps_per_epoch, session)
     hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
@@ -288,7 +291,8 @@ def steps(
     progress: Progress | None = None,
 ) -> Iterator[Structure]:
     """Yields each batch of the training of a `StepModel`; the caller runs the steps."""
-    source = input_data.open_source(engine, (x, y, sample_weight), batch_size, steps_per_epoch, shuffle)
+    data = x, y, sample_weight
+    source = input_data.open_source(engine, data, batch_size, steps_per_epoch, shuffle, initial_epoch=initial_epoch)
     passes = _training_passes(model, source, steps_per_epoch, session)
     hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
     training = train(hooks, passes, initial_epoch, epochs, lambda logs: dict(model.logs))
@@ -366,7 +370,8 @@ def _call(function: Function, *args: Any) -> Any:
 def _closing(*parts: Any) -> Iterator[None]:
     """Closes generators and passes, also after an error: its traceback would keep them open."""
     try:
-        yield
+        with stored.explaining_reads():
+            yield
     finally:
         for part in parts:
             if part is not None:

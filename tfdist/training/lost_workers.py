@@ -22,7 +22,7 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, TaskSpec, reachability
 from tfdist.collectives import calls
 from tfdist.compat import call_stack, tf_cluster
-from tfdist.errors import ClusterError
+from tfdist.errors import ClusterError, DataError
 from tfdist.replicas.batch_splitting import ENDED_EARLY
 from tfdist.step.execution import Execution
 
@@ -37,6 +37,7 @@ _CHIEF_RESTARTED = ("The service might have restarted", "the server has restarte
 _ABORTED = "Collective ops is aborted by"
 _REMOTE = re.compile(r"remote target /job:(\w+)/(?:replica:\d+/)?task:(\d+)")
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
+_DATA_ERROR = "tfdist/data_error"  # the key under which a worker publishes that it cannot read its data
 _MOST_LISTED = 8  # tasks whose calls are listed: a cluster may have thousands
 _ANSWER_WITHIN = 10.0  # seconds to wait for the other workers' calls
 _PACKAGE = "tfdist.training."
@@ -57,7 +58,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
 
     The chief checks all other workers; they check the chief, which ends when it loses a worker. A worker that does not answer may be
     suspended: after a minute it counts as lost. When its process resumes, it finds that the others have ended. Raises ClusterError that
-    names a lost worker, or the workers' different calls.
+    names a lost worker, or the workers' different calls; and, on all workers, DataError if one cannot read its data.
     """
     chief, *workers = cluster.training_tasks()
     others = workers if task == chief else [chief]
@@ -66,6 +67,11 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     def watch() -> None:
         before: set[TaskSpec] = set()
         while not done.wait(_CHECK_EVERY):
+            with contextlib.suppress(tf.errors.OpError):
+                data_error = tf_cluster.published(_DATA_ERROR, 0.01)
+                if not done.is_set():
+                    calls.abort_collectives(tf.errors.ABORTED, f"{_REASON_PREFIX}{DataError.__name__}: {data_error}")
+                return
             absent = reachability.unreachable_tasks(cluster, others, serving=True)
             ended = {task: reason for task, reason in absent.items() if reason in reachability.ENDED}
             silent.note(absent.keys() - ended.keys())
@@ -82,6 +88,14 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     threading.Thread(target=watch, daemon=True, name="tfdist-peers").start()
     try:
         yield
+    except DataError as e:
+        if e.is_agreed:
+            raise
+        error = (
+            e if _REASON_PREFIX in str(e.__cause__) else DataError(f"{task}: {e}")
+        )  # another worker's, or this one's
+        _publish_data_error(error)
+        raise error from e
     except tf.errors.OpError as e:
         sentence = _explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e)
         ends = time.monotonic() + reachability.SETTLED
@@ -93,6 +107,17 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
         raise
     finally:
         done.set()
+
+
+def _publish_data_error(error: DataError) -> None:
+    """Sends an error to the workers that wait for this one in a collective; returns when all know it, or after some seconds.
+
+    If several workers have an error, all raise the first that is published, or their own.
+    """
+    with contextlib.suppress(tf.errors.OpError):
+        tf_cluster.publish(_DATA_ERROR, str(error))
+    with contextlib.suppress(tf.errors.OpError):  # the chief holds the message: it must not end before all have read it
+        tf_cluster.wait_at_barrier(_DATA_ERROR, int(1000 * _ANSWER_WITHIN))
 
 
 def _has_broken_off(error: tf.errors.OpError) -> bool:

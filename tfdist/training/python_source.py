@@ -173,7 +173,9 @@ class PythonSource(DataSource):
         if failed.any():
             reasons = self._ranks.gather_texts(_describe(reader) if reader.error else "")
             rank = int(np.argmax(failed))
-            raise DataError(f"The data of {self._ranks.names[rank]} cannot be read: {reasons[rank]}") from reader.error
+            raise DataError(
+                f"The data of {self._ranks.names[rank]} cannot be read: {reasons[rank]}", is_agreed=True
+            ) from reader.error
         for number, column in zip(compared, columns, strict=True):
             known = column != _NONE
             if (unlike := np.flatnonzero(known & (column != column[0]))).size and known[0]:
@@ -195,7 +197,8 @@ class PythonSource(DataSource):
         return DataError(
             f"Batch {number} of the {self._name} differs between {first} and {other}, but each worker trains on its share of the same batches. "
             "Seed what it draws from in the same way on all workers (keras.utils.set_random_seed), or let each worker take items of its "
-            "own: tfdist.data.from_pydataset(data, shard='items')."
+            "own: tfdist.data.from_pydataset(data, shard='items').",
+            is_agreed=True,
         )
 
     def _unequal_ends(self, ends: np.ndarray) -> DataError:
@@ -203,7 +206,9 @@ class PythonSource(DataSource):
             f"{'goes on' if end == _NONE else f'ends after {end:.0f}'} on {name}"
             for name, end in zip(self._ranks.names, ends, strict=True)
         ]
-        return DataError(f"The {self._name} must yield the same batches on all workers, but it {', '.join(texts)}.")
+        return DataError(
+            f"The {self._name} must yield the same batches on all workers, but it {', '.join(texts)}.", is_agreed=True
+        )
 
 
 def open_python_source(
