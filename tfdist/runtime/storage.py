@@ -311,3 +311,23 @@ def _translated(url: str, purpose: str, error: Exception, local: str) -> OSError
 def _reason(error: BaseException) -> str:
     text = getattr(error, "strerror", None) or str(error) or type(error).__name__
     return shown(text.splitlines()[0].rstrip("."))
+
+
+def list_files(folder: str) -> dict[str, int]:
+    """Returns the sizes in bytes of all files below a folder at a URL, by their path in it; empty if the folder does not exist."""
+    with contextlib.suppress(FileNotFoundError), _access(folder, "be listed") as (fs, inner):
+        found: dict[str, Any] = fs.find(inner, detail=True)
+        start = len(inner.strip("/")) + 1
+        return {
+            name.strip("/")[start:]: int(entry["size"] or 0)
+            for name, entry in found.items()
+            if not name.endswith("/") and not _is_same(name, inner)
+        }
+    return {}
+
+
+def reason(error: BaseException) -> str:
+    """Returns why a URL cannot be used, as a sentence without a full stop; its message has no credentials."""
+    if isinstance(error, FileNotFoundError) and error.filename:
+        return f"{error.filename}: {error.strerror}"
+    return _reason(error)
