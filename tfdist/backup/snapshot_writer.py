@@ -15,7 +15,7 @@ from tfdist.backup.search import Snapshot
 from tfdist.backup.storage import SHARED, Storage, remove_damaged, set_damaged_aside
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import late_removal, ownership, progress
+from tfdist.runtime import late_removal, mirror, ownership, progress
 from tfdist.runtime.ownership import Ownership
 
 
@@ -76,6 +76,7 @@ class SnapshotWriter:
         storage = self._storage
         if self._ranks.is_chief:
             self._ownership.check()
+        mirror.settle()  # so that logs of the steps before the backup are not lost with this host
         storage.write_part(point, storage.part, snapshot.own)
         if self._ranks.is_chief:
             storage.write_part(point, SHARED, snapshot.shared)
