@@ -79,6 +79,8 @@ def _main(argv: Sequence[str]) -> int:
                 resolved = _find_cluster(command.config)
                 workers = len(resolved.cluster.training_tasks()) if resolved else None
                 _check_evaluator(command.config, resolved)
+            if list(storage.faults("workdir", os.fspath(command.workdir))):  # without a connection
+                validation.check(command.config, workers, command.faults)
             finished = FinishedRun(command.config, command.workdir, command.overwrite)
             with collect_errors(faults):
                 if not (
