@@ -38,7 +38,7 @@ from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, collect_errors, format_value
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import late_removal, ownership, process_end, progress, tensorflow_log
+from tfdist.runtime import late_removal, ownership, process_end, progress, storage, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -169,13 +169,14 @@ class FinishedRun:
 
     def __init__(self, config: TrainConfig, workdir: pathlib.Path, overwrite: bool):
         self._config, self._workdir, self._overwrite = config, workdir, overwrite
-        self._backups = pathlib.Path(config.backup.dir or workdir / "backup")
+        self._backups = config.backup.dir or str(workdir / "backup")
         # A task that a supervisor started belongs to the run in this directory, so it replaces nothing.
         self._summary = None if _SOURCE in os.environ or progress.restarts() else _read_json(workdir / "summary.json")
         self._kept: list[dict[str, Any]] = []
         if self._summary is not None and config.backup.save_freq != "never":
             with contextlib.suppress(OSError, ValueError):  # the folder does not exist
-                manifests = map(_read_json, self._backups.glob("step-*/manifest.json"))
+                names = [name for name in storage.list_folder(self._backups) if name.startswith("step-")]
+                manifests = (_read_json(os.path.join(self._backups, name, "manifest.json")) for name in names)
                 self._kept = [body for body in manifests if body is not None]
 
     def check(self) -> None:
@@ -221,10 +222,10 @@ def _number(body: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
+def _read_json(path: str | os.PathLike[str]) -> dict[str, Any] | None:
     """Returns the object in a JSON file, an empty dict if the content is not an object, or None if the file cannot be read."""
     try:
-        text = read_file(path)
+        text = storage.read(path) if storage.is_url(path) else read_file(path)
     except (OSError, ValueError):  # such as a path with a null byte
         return None
     try:
