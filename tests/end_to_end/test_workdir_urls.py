@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.helpers import gate, s3, tiers
+from tests.helpers import gate, s3
 from tests.helpers.launched_job import until
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -49,7 +49,11 @@ def download(server, name, folder):
     """Copies a folder of the bucket, and returns the local one."""
     options = {"key": server.environ["AWS_ACCESS_KEY_ID"], "secret": server.environ["AWS_SECRET_ACCESS_KEY"]}
     files = fsspec.filesystem(
-        "s3", endpoint_url=server.environ["AWS_ENDPOINT_URL"], skip_instance_cache=True, use_listings_cache=False, **options
+        "s3",
+        endpoint_url=server.environ["AWS_ENDPOINT_URL"],
+        skip_instance_cache=True,
+        use_listings_cache=False,
+        **options,
     )
     files.get(f"{s3.BUCKET}/{name}", str(folder), recursive=True)
     return folder
@@ -73,17 +77,20 @@ def test_a_run_at_a_url_whose_processes_are_killed_has_the_files_of_a_local_one(
     local, opened = tmp_path / "local", tmp_path / "open"
     common = ["--config.backup.save_freq=11", "--config.cluster.workers=2"]
     reference = start(local, server, *common, gate.flag(tmp_path, 1))
-    process = start(f"{server.url}/run", server, *common, f"--config.backup.dir={tmp_path}/backup", gate.flag(opened, 3))
+    process = start(f"{server.url}/run", server, *common, gate.flag(opened, 3))
     try:
-        assert reference.wait(200) == 0, finish(reference)
-        until(lambda: any((tmp_path / "backup").glob("step-44*/manifest.json")) or process.poll() is not None, 200)
+        printed = finish(reference)
+        assert reference.returncode == 0, printed
+        until(lambda: "run/backup/step-44/manifest.json" in server.files() or process.poll() is not None, 200)
         process.send_signal(signal.SIGKILL)  # the guardian kills the tasks
         finish(process)
         opened.touch()
-        output = finish(process := start(f"{server.url}/run", server, *common, f"--config.backup.dir={tmp_path}/backup", gate.flag(opened, 3)))
+        output = finish(process := start(f"{server.url}/run", server, *common, gate.flag(opened, 3)))
     finally:
-        reference.kill()
-        process.kill()
+        for each in (reference, process):
+            each.kill()
+            if each.stdout:
+                each.stdout.close()
     assert process.returncode == 0, output
     assert f"workdir: {server.url}/run" in output and server.environ["AWS_SECRET_ACCESS_KEY"] not in output
     folder = download(server, "run", tmp_path / "downloaded")

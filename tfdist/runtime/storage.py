@@ -5,7 +5,7 @@ credentials of a URL's storage come from the environment (`AWS_*`, `FSSPEC_*`) o
 All functions raise OSError. For a URL it is one of three:
 
 - FileNotFoundError: the file, the folder or the bucket does not exist. `NotADirectoryError` is possible, too.
-- PassingError: the storage does not answer now, or does not allow it; it may later.
+- PassingError: the storage does not answer now, or does not permit it (DeniedError); it may later.
 - StorageError: any other error.
 
 Object stores have no folders: a folder exists while it has files. They write a file completely or not at all, as `write` and `upload` do
@@ -20,7 +20,7 @@ import os
 import re
 import shutil
 import stat
-import time
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar
 
@@ -47,6 +47,10 @@ class StorageError(OSError):
 
 class PassingError(StorageError):
     """A file or folder at a URL cannot be used now: an error of the server or the network, a time-out, or a missing permission."""
+
+
+class DeniedError(PassingError):
+    """The storage does not permit it, or there are no credentials; another attempt a few seconds later is not expected to succeed."""
 
 
 def is_url(path: str | os.PathLike[str]) -> bool:
@@ -140,8 +144,9 @@ def modified(path: str) -> int:
             return 0
 
 
-def read(path: str) -> bytes:
+def read(path: str | os.PathLike[str]) -> bytes:
     """Returns the content of a file. For a local file without a limit of its size use `open`."""
+    path = os.fspath(path)
     if not is_url(path):
         return read_file(path, _LARGEST)
     with _access(path, "be read") as (fs, inner):
@@ -181,8 +186,7 @@ def rename(old: str, new: str) -> None:
     """Renames a file or a folder. Replaces a file; a folder must not exist under the new name."""
     if not is_url(old):
         return os.replace(old, new)
-    with _access(old, "be renamed") as (fs, inner):
-        target = fs._strip_protocol(new)
+    with _access(old, "be renamed") as (fs, inner), _access(new, "be written") as (_, target):
         if not _is_object_store(old):
             return fs.mv(inner, target)
         # Each file by itself: `mv` of a folder also copies folders, which are no files there.
@@ -220,22 +224,32 @@ def make_folder(path: str) -> None:
             fs.makedirs(inner, exist_ok=True)
 
 
-def with_retries(work: Callable[[], T], pauses: Sequence[float] = _PAUSES) -> T:
-    """Calls `work`; after a PassingError calls it again, after each of the pauses.
+def with_retries(
+    work: Callable[[], T],
+    pauses: Sequence[float] = _PAUSES,
+    stop: threading.Event | None = None,
+    passing: tuple[type[Exception], ...] = (PassingError,),
+) -> T:
+    """Calls `work`; after an error that may pass calls it again, after each of the pauses. A DeniedError is final.
 
     Args:
         work: The function; it may be called several times.
         pauses: The pauses in seconds.
+        stop: Once it is set, there are no further attempts.
+        passing: The types of errors after which it is called again.
 
     Raises:
-        PassingError: The last attempt failed, too.
+        PassingError: The last attempt failed, too; or another type of `passing`.
     """
     for pause in pauses:
         try:
             return work()
-        except PassingError as e:
+        except passing as e:
+            if isinstance(e, DeniedError) or (stop and stop.is_set()):
+                raise
             logger.warning(f"{e}; trying again in {pause:g} s")
-            time.sleep(pause)
+            if (stop or threading.Event()).wait(pause):
+                raise
     return work()
 
 
@@ -286,7 +300,7 @@ def _writing(url: str) -> Iterator[tuple[Any, str]]:
             if _is_object_store(url):
                 yield fs, inner
                 return
-            fs.makedirs(fs._parent(inner), exist_ok=True)
+            fs.makedirs(inner.rpartition("/")[0], exist_ok=True)
             yield fs, f"{inner}.partial"
             fs.mv(f"{inner}.partial", inner)
         except FileNotFoundError as e:
@@ -300,9 +314,9 @@ def _translated(url: str, purpose: str, error: Exception, local: str) -> OSError
     if isinstance(error, _UNSUPPORTED):
         return StorageError(text + (next(faults("the path", url), "") or _reason(error)))
     if isinstance(error, PermissionError):
-        return PassingError(f"{text}no permission ({_reason(error)})")
+        return DeniedError(f"{text}no permission ({_reason(error)})")
     if _NO_CREDENTIALS.search(type(error).__name__):
-        return PassingError(
+        return DeniedError(
             f"{text}no credentials ({_reason(error)}). Set the variables of the storage, such as AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY."
         )
     return PassingError(text + _reason(error))
