@@ -78,7 +78,8 @@ def test_a_newer_run_owns_the_folder(s3, url, capsys):
 
 def test_a_folder_that_cannot_be_read_ends_the_start(s3):
     with pytest.raises(
-        ConfigError, match=r"workdir must be a folder .*: s3://nobucket/x/run cannot be written: .*bucket does not exist"
+        ConfigError,
+        match=r"workdir must be a folder .*: s3://nobucket/x/run cannot be written: .*bucket does not exist",
     ):
         mirror.opened("s3://nobucket/x", "workdir", everything, owns=True)
 

@@ -154,21 +154,17 @@ class ExportBest(keras.callbacks.Callback):
 
 
 def newest_version(path: str | os.PathLike[str]) -> int:
-    """Returns the highest number that names a complete export in `path`, or 0.
+    """Returns the highest number that names a folder in `path`, or 0.
 
     Raises:
         WriteError: The folder is at a URL that cannot be read.
     """
-    path = os.fspath(path)
     try:
-        numbers = sorted((int(name) for name in _names(path) if name.isdecimal()), reverse=True)
-        if storage.is_url(path):  # an interrupted upload leaves a folder without this file
-            numbers = [n for n in numbers if storage.exists(os.path.join(path, str(n), saving.MARK))]
+        return max((int(name) for name in _names(os.fspath(path)) if name.isdecimal()), default=0)
     except storage.StorageError as e:
         raise WriteError(
             f"{storage.reason(e)}. Models cannot be exported there: fix the storage, and run again."
         ) from e
-    return max(numbers, default=0)
 
 
 def _names(path: str) -> list[str]:
