@@ -14,6 +14,7 @@ from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 _MOST = 200  # characters of a value in a message
+shown_paths: dict[str, str] = {}  # what messages show for a local folder that stands for a URL
 _LONG_WORD = re.compile(rf"\S{{{_MOST + 50},}}")  # longer than a truncated value with the text around it
 
 
@@ -89,6 +90,8 @@ def printable(text: str) -> str:
 
     A message may show foreign text: another program's greeting, a path, a variable.
     """
+    for folder, url in shown_paths.items():
+        text = text.replace(folder, url)
     line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
     return _LONG_WORD.sub(lambda word: word[0][: _MOST - 3] + "...", line)
 

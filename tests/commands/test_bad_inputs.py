@@ -200,7 +200,11 @@ ROWS += [
         "backup.dir=dangling",
         words=("backup.dir must be a folder, and 'dangling' is a link to a folder that does not exist.",),
     ),
-    Row((*TRAIN[:2], "--workdir=gs://b/run"), ("workdir must be a folder of this machine. Received: 'gs://b/run'",)),
+    Row((*TRAIN[:2], "--workdir=foo://b/run"), ("workdir 'foo://b/run' has the unknown scheme 'foo'",)),
+    Row(
+        (*TRAIN[:2], "--workdir=s3://id:secret@b/run"),
+        ("workdir must not contain credentials", "Received: 's3://...@b/run'"),
+    ),
     Row((*TRAIN[:2], "--workdir=folders"), ("'folders/model.keras' must be a file of the run, and is a folder",)),
     Row(("train", "--config=cycle.py"), ("config.task_options must not hold itself",)),
     Row(

@@ -2,9 +2,9 @@
 
 Options: `save_freq`; `kills`, for each life a list [rank, moment, number]: the process of that rank kills itself at the
 number-th time of that moment in that life, which is "step" (its end), "test" (a step of validation), "part" (about to write
-its part), "torn" (half of its part is written), "written" (its part is written) or "manifest" (about to write it; the chief
-alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`; `signal` in place of SIGKILL;
-`bucket_bytes` of each life.
+its part), "torn" (half of its part is written), "upload" (about to upload a file), "written" (its part is written) or "manifest"
+(about to write it; the chief alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`; `signal` in place of SIGKILL;
+`bucket_bytes` of each life; `folder` of the backups in place of `backup` in the output folder.
 """
 
 import itertools
@@ -20,7 +20,7 @@ from tests.multiprocess import harness
 from tfdist.backup.storage import Storage
 from tfdist.compression import PerVariable, create
 from tfdist.config import CompressionConfig
-from tfdist.runtime import progress
+from tfdist.runtime import progress, storage
 
 name, out, options = (
     sys.argv[1],
@@ -75,25 +75,31 @@ class Deaths:
 
 
 deaths = Deaths()
-write_part, write_manifest = Storage.write_part, Storage.write_manifest
+write_part, write_manifest, upload = Storage.write_part, Storage.write_manifest, storage.upload
 
 
-def deadly_part(self, point, part, tensors):
+def deadly_part(self, point, part, tensors, *more):
     deaths.at("part")
     if deaths.moment == "torn" and deaths.mine and deaths.left == 1:
         write_part(self, point, part, dict(list(tensors.items())[: len(tensors) // 2]))
         pathlib.Path(self.path(point, f"{part}.index")).unlink()
     deaths.at("torn")
-    write_part(self, point, part, tensors)
+    write_part(self, point, part, tensors, *more)
     deaths.at("written")
 
 
-def deadly_manifest(self, point, values, keep):
+def deadly_manifest(*arguments):
     deaths.at("manifest")
-    write_manifest(self, point, values, keep)
+    write_manifest(*arguments)
+
+
+def deadly_upload(*arguments):
+    deaths.at("upload")
+    upload(*arguments)
 
 
 Storage.write_part, Storage.write_manifest = deadly_part, deadly_manifest
+storage.upload = deadly_upload
 
 
 class Watch(keras.callbacks.Callback):
@@ -232,7 +238,9 @@ decay = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.9)
 callbacks = [stopping, plateau, decay, Watch()]
 if options["save_freq"]:
     callbacks.append(
-        tfdist.BackupAndRestore(pathlib.Path(out, "backup"), options["save_freq"], **options.get("backup", {}))
+        tfdist.BackupAndRestore(
+            options.get("folder", os.path.join(out, "backup")), options["save_freq"], **options.get("backup", {})
+        )
     )
 if options.get("warm"):  # a fit before it, without backups
     trainer.fit(model, **DATA["function"](), epochs=1, validation_data=validation, verbose=0)

@@ -26,6 +26,7 @@ from tfdist.config.backup import folder_faults
 from tfdist.engine import Engine
 from tfdist.errors import BackupError, ConfigError, format_value
 from tfdist.runtime import late_removal, progress
+from tfdist.runtime.storage import is_url
 
 
 class BackupAndRestore(keras.callbacks.Callback):
@@ -38,7 +39,7 @@ class BackupAndRestore(keras.callbacks.Callback):
     stays until `Trainer.save`, or the model's own `save` or `export`, has written the model.
 
     Args:
-        backup_dir: A folder that all tasks share and no other training uses; a path for `tf.io.gfile`.
+        backup_dir: A folder that all tasks share and no other training uses: a path, or a URL for fsspec, such as `s3://bucket/run`.
         save_freq: Steps between backups, or `"epoch"` for one after each epoch.
         save_every_seconds: Also save when the last backup is older than this. None means no such limit.
         keep: Number of backups to keep. If the newest is damaged, a run restores an older one.
@@ -142,7 +143,6 @@ class BackupAndRestore(keras.callbacks.Callback):
             if self.preemption:
                 self.preemption.training = False
                 self.preemption.give_back()
-            session.writer.wait(5.0)
             session.release()
 
     def delete(self, at_once: bool = False) -> None:
@@ -216,7 +216,7 @@ def _type_faults(backup_dir: Any, seconds: Mapping[str, Any], switches: Mapping[
     """Yields the errors in the types of the arguments and in the name of the folder."""
     if not isinstance(backup_dir, (str, os.PathLike)) or not isinstance(os.fspath(backup_dir), str):
         yield f"backup_dir must be a text or a path. Received: {format_value(backup_dir)}."
-    elif "://" not in os.fspath(backup_dir):
+    elif not is_url(backup_dir):
         yield from folder_faults("backup_dir", os.fspath(backup_dir))
     for name, value in seconds.items():
         if value is not None and (isinstance(value, bool) or not isinstance(value, (int, float))):

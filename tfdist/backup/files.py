@@ -1,23 +1,24 @@
 """Access to files of a backup folder. It follows no links, opens only regular files, and distinguishes unreadable from absent files.
 
-Local paths go to the operating system, which names the cause of an error; all others go to `tf.io.gfile`.
+Local paths go to the operating system, and URLs to fsspec (`runtime/storage.py`).
 """
 
 from __future__ import annotations
 
 import os
 import re
-import shutil
 import stat
 from collections.abc import Collection
+from typing import BinaryIO
 
 import tensorflow as tf
 
 from tfdist.errors import ConfigError
-from tfdist.runtime.files import kind_of, write_file
+from tfdist.runtime import storage as urls
+from tfdist.runtime.files import kind_of
 
 _CHUNK = 1 << 24  # bytes
-_ABSENT = (FileNotFoundError, NotADirectoryError, tf.errors.NotFoundError)
+_ABSENT = (FileNotFoundError, NotADirectoryError)
 # Errors that do not depend on the content of a file.
 PASSING = (
     *(
@@ -28,7 +29,7 @@ PASSING = (
     ),
     *(tf.errors.ResourceExhaustedError, tf.errors.UnauthenticatedError, tf.errors.CancelledError, OSError, MemoryError),
 )
-ERRORS = (OSError, MemoryError, tf.errors.OpError)  # that reading may raise
+ERRORS = (OSError, MemoryError)  # that reading may raise
 
 
 class ReadError(Exception):
@@ -51,12 +52,13 @@ def first_line(error: BaseException) -> str:
 
 def unreadable(path: str, error: BaseException) -> UnreadableBackupError:
     """Returns the error that names a path and why it cannot be read."""
-    return UnreadableBackupError(f"{path} cannot be read: {first_line(error)}")
+    reason = first_line(error)
+    return UnreadableBackupError(reason if isinstance(error, urls.StorageError) else f"{path} cannot be read: {reason}")
 
 
 def is_local(path: str) -> bool:
     """Returns whether the operating system reaches a path."""
-    return "://" not in path
+    return not urls.is_url(path)
 
 
 def is_link(path: str) -> bool:
@@ -67,7 +69,7 @@ def is_link(path: str) -> bool:
 def list_folder(path: str) -> list[str]:
     """Returns the names in a folder; empty if the folder does not exist. Raises UnreadableBackupError."""
     try:
-        return os.listdir(path) if is_local(path) else tf.io.gfile.listdir(path)
+        return urls.list_folder(path)
     except _ABSENT:
         return []
     except ERRORS as e:
@@ -78,7 +80,7 @@ def size(path: str) -> int | None:
     """Returns the size of a regular file in bytes, or None if no file exists. Raises CorruptBackupError for a link, a folder or another type."""
     try:
         if not is_local(path):
-            return int(tf.io.gfile.stat(path).length)
+            return urls.size(path)
         status = os.lstat(path)
     except _ABSENT:
         return None
@@ -93,7 +95,7 @@ def is_folder(path: str) -> bool:
     """Returns whether a folder exists. Raises CorruptBackupError for a link, a file or another type."""
     try:
         if not is_local(path):
-            return bool(tf.io.gfile.stat(path).is_directory)
+            return urls.is_folder(path)
         mode = os.lstat(path).st_mode
     except _ABSENT:
         return False
@@ -106,17 +108,21 @@ def is_folder(path: str) -> bool:
 
 def read(path: str) -> bytes:
     """Returns the content of a regular file. Raises CorruptBackupError if the file is missing or not regular, such as a link."""
-    if size(path) is None:
+    if is_local(path) and size(path) is None:
         raise CorruptBackupError(f"{path} is missing")
     try:
+        if not is_local(path):
+            return urls.read(path)
         with _open(path) as file:
             return file.read()
+    except FileNotFoundError as e:
+        raise CorruptBackupError(f"{path} is missing") from e
     except ERRORS as e:
         raise unreadable(path, e) from e
 
 
 def check_readable(path: str) -> None:
-    """Reads a file to its end. Raises UnreadableBackupError."""
+    """Reads a local file to its end. Raises UnreadableBackupError."""
     try:
         with _open(path) as file:
             while file.read(_CHUNK):
@@ -143,33 +149,12 @@ def check_owners(folder: str, owners: Collection[int]) -> None:
             )
 
 
-def replace(path: str, text: str) -> None:
-    """Writes a file atomically: a reader sees the old or the new text. Replaces a link at `path` and does not follow it."""
-    if is_local(path):
-        return write_file(path, text.encode())
-    with tf.io.gfile.GFile(partial := f"{path}.partial", "w") as file:
-        file.write(text)
-    tf.io.gfile.rename(partial, path, overwrite=True)
-
-
 def discard_irregular(path: str) -> None:
     """Removes a link, a FIFO or a socket at the path of a file that will be written."""
     if is_local(path) and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         os.unlink(path)
 
 
-def remove_tree(path: str) -> None:
-    """Removes a folder and its content; for a link, removes only the link."""
-    if not is_local(path):
-        tf.io.gfile.rmtree(path)
-    elif os.path.islink(path):
-        os.unlink(path)
-    else:
-        shutil.rmtree(path)
-
-
-def _open(path: str):  # type: ignore[no-untyped-def]  # GFile is not an `io` class
-    if not is_local(path):
-        return tf.io.gfile.GFile(path, "rb")
+def _open(path: str) -> BinaryIO:
     # O_NONBLOCK: a FIFO that has replaced the file since the check would block.
     return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

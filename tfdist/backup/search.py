@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 import os
@@ -10,7 +11,6 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any, NamedTuple
 
 import numpy as np
-import tensorflow as tf
 
 from tfdist.backup import contents, files
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
@@ -19,12 +19,15 @@ from tfdist.backup.state import is_of_replica
 from tfdist.backup.storage import MANIFEST, SHARED, STATE_FILE, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
+from tfdist.runtime import storage as urls
 from tfdist.runtime.log import logger
 
 FORMAT = 2
 _SHARED_WITHIN = 30.0  # seconds within which a file of the chief must be visible to the other tasks
 _PATIENCE = 10.0  # seconds for which an unreadable file is tried again
 _RETRY_EVERY = 0.5
+_PROBE_PAUSES = (1.0, 2.0)  # seconds between attempts to write to a URL
+_CHECK_URL = "Does the bucket exist, can this host reach it, and do the credentials in the environment permit to write?"
 _NO_SHARED = (
     "Give a folder that all tasks share (backup_dir=..., or for tfdist train --config.backup.dir=...), or train without backups (no "
     "backup_dir, or --config.backup.save_freq=never)."
@@ -198,30 +201,35 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
     chief_probe, own_probe = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
     why, owner = "", 0
     try:
-        tf.io.gfile.makedirs(folder)
+        urls.make_folder(folder)
         files.discard_irregular(own_probe)
-        with tf.io.gfile.GFile(own_probe, "w") as file:
-            file.write("x")
+        urls.with_retries(lambda: urls.write(own_probe, b"x"), _PROBE_PAUSES)
         owner = os.lstat(own_probe).st_uid if files.is_local(own_probe) else 0
-    except (tf.errors.OpError, OSError) as e:
+    except OSError as e:
         why = files.first_line(e)
     owners, failed = ranks.gather(float(owner), float(bool(why))).T
     deadline = time.monotonic() + _SHARED_WITHIN
-    while not failed.any() and not (sees_chief := tf.io.gfile.exists(chief_probe)) and time.monotonic() < deadline:
+    while not failed.any() and not (sees_chief := _is_there(chief_probe)) and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = ranks.gather(float(not failed.any() and not sees_chief))[:, 0]
-    if tf.io.gfile.exists(own_probe):
-        tf.io.gfile.remove(own_probe)
+    with contextlib.suppress(urls.StorageError):
+        urls.remove(own_probe)
     if failed.any():
-        raise ConfigError(
-            f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. Is there space, and permission to write? {_NO_SHARED}"
-        )
+        check = "Is there space, and permission to write?" if files.is_local(folder) else _CHECK_URL
+        raise ConfigError(f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. {check} {_NO_SHARED}")
     if blind.any():
         raise ConfigError(
             f"backup_dir {folder!r} must be a folder that all tasks share, but task {_numbers(blind)} does not see the chief's files there. "
             f"{_NO_SHARED}"
         )
     return frozenset({0, os.geteuid(), *map(int, owners)})
+
+
+def _is_there(path: str) -> bool:
+    try:
+        return urls.exists(path)
+    except urls.StorageError:
+        return False
 
 
 def _numbers(flags: Any) -> str:

@@ -18,11 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Logs, RandomGenerator, StepFunction
-from tfdist.backup import compatibility, state, unsaved_randomness
+from tfdist.backup import compatibility, files, state, unsaved_randomness
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.data_position import LoopPosition, TrainingPasses
 from tfdist.backup.search import FORMAT, Size, Snapshot, find_backup
-from tfdist.backup.snapshot_writer import SnapshotWriter, WriterThread
+from tfdist.backup.snapshot_writer import SnapshotWriter
 from tfdist.backup.state import TrainingState, users_callbacks
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
@@ -31,8 +31,9 @@ from tfdist.compat.keras_loops import pythonify_logs
 from tfdist.data.python_generators import PROCESS_GENERATORS
 from tfdist.data.python_state import process_generator_states, set_process_generator_states
 from tfdist.engine import Engine
-from tfdist.errors import ConfigError, format_value
+from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime import goodput, process_end, progress
+from tfdist.runtime import storage as urls
 from tfdist.runtime.log import logger
 from tfdist.runtime.process_end import Preemption
 
@@ -64,7 +65,6 @@ class BackupSession:
         self._next_folder = next_folder  # of the next fit of this program
         self._callbacks: Sequence[keras.callbacks.Callback] = ()
         self.resumed_logs: Any = None
-        self.writer = WriterThread()
         self.before_validation: Snapshot | None = None
         self._options = options
         self._storage = storage
@@ -189,8 +189,8 @@ class BackupSession:
 
     def _is_last(self) -> bool:
         """Returns False if the program has begun a later fit, or if a supervisor has restarted it."""
-        with contextlib.suppress(tf.errors.OpError, OSError):
-            return not progress.restarts() and not tf.io.gfile.isdir(self._next_folder)
+        with contextlib.suppress(OSError):
+            return not progress.restarts() and not urls.is_folder(self._next_folder)
         return False
 
     def _restore(self, snapshot: Snapshot) -> Logs:
@@ -219,7 +219,7 @@ class BackupSession:
 
     def on_execution_end(self, logs: Logs, new_steps: int) -> None:
         """Saves after an execution of `new_steps` steps, if a backup is due; `logs` are those of the last step."""
-        self.writer.check()
+        self._snapshots.thread.check()
         steps_done = self.passes.position.step
         steps_before = steps_done - new_steps
         self._last_logs = logs
@@ -236,17 +236,19 @@ class BackupSession:
 
     def on_epoch_end(self, last: bool) -> None:
         """Saves at the end of an epoch, if configured, and at the end of the last epoch."""
-        self.writer.check()
+        self._snapshots.thread.check()
         self._warnings.on_epoch_end()
         if self._ranks.size == 1 and self._agreement.is_preempted:
             self._save_and_exit(self._capture())
         if self._options.save_freq == "epoch" or last or self._model.stop_training:
-            self._save()
+            self._save(is_last=last or self._model.stop_training)
 
     def on_validation_begin(self) -> None:
         """Captures the state before a validation, if the process may have to save during the validation."""
         position = self.passes.position
-        is_saved = self._last_point == SavePoint(position.step, position.epoch_step == 0)
+        # An upload may fail.
+        is_local = files.is_local(self._storage.folder)
+        is_saved = is_local and self._last_point == SavePoint(position.step, position.epoch_step == 0)
         if self._options.preemption and not is_saved and self._agreement.can_agree(self._model.test_function):
             self.before_validation = self._capture(to_host=False)
 
@@ -263,27 +265,32 @@ class BackupSession:
     def on_train_end(self) -> None:
         """Waits for the last backup, and removes the oldest ones."""
         with goodput.during("saving"):
-            self.writer.finish()
+            self._check_last(self._snapshots.settle(is_last=True))
             self._snapshots.finish()
 
     def release(self) -> None:
-        """Releases the folder, also after an error: this process may continue to run."""
-        with contextlib.suppress(tf.errors.OpError, OSError):
+        """Releases the folder, also after an error: this process may continue to run. Waits some seconds for a backup that is being written."""
+        self._snapshots.thread.wait(5.0)
+        with contextlib.suppress(OSError):
             self._snapshots.release()
 
-    def _save(self) -> None:
+    def _save(self, is_last: bool = False) -> None:
         with goodput.during("saving"):
-            self.writer.finish()
+            self._snapshots.settle()
             snapshot = self._capture()
             self._last_point = snapshot.point
             self._agreement.on_save()
-            self.writer.start(lambda: self._snapshots.write(snapshot))
+            self._snapshots.start(snapshot, is_last)
 
     def _save_and_exit(self, snapshot: Snapshot | None) -> None:
         """Saves, and exits with the code that requests a restart. `snapshot` is None if the last backup holds the state."""
-        self.writer.finish()
+        is_newer = snapshot is not None and snapshot.point != self._last_point
+        reason = self._snapshots.settle(is_last=not is_newer)
         if snapshot:
-            self._snapshots.write(snapshot)
+            self._last_point = snapshot.point
+            self._snapshots.start(snapshot, is_last=True)
+            reason = self._snapshots.settle(is_last=True)
+        self._check_last(reason)
         with contextlib.suppress(tf.errors.OpError):  # the error of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
         if self._ranks.is_chief:
@@ -291,6 +298,17 @@ class BackupSession:
             self.progress.write(saved=step)
             logger.info(f"told to end (SIGTERM): saved at step {step}{progress.how_to_continue_mine()}")
         sys.exit(process_end.PREEMPTED)
+
+    def _check_last(self, reason: str) -> None:
+        """Raises BackupError if the last backup could not be uploaded, for a reason."""
+        if reason:
+            step = self._last_point.step if self._last_point else self.passes.position.step
+            saved = self._snapshots.saved
+            newest = f"the newest backup is that of step {saved.step}" if saved else "there is no backup"
+            raise BackupError(
+                f"The last backup, of step {step}, could not be uploaded: {reason} The state of the training is lost; {newest}. Check the "
+                "storage, and start again."
+            )
 
     def _capture(self, to_host: bool = True) -> Snapshot:
         self._engine.drain(self._model)
@@ -343,11 +361,9 @@ class BackupOptions:
         folder, save_freq = self.backup_dir, self.save_freq
         if not folder:
             yield "backup_dir must be a folder. Received: ''."
-        try:
-            if tf.io.gfile.exists(folder) and not tf.io.gfile.isdir(folder):
-                yield f"backup_dir must be a folder, and {folder!r} is a file."
-        except tf.errors.OpError as e:  # a scheme that is not known
-            yield f"backup_dir must be a folder that TensorFlow can reach. Received: {format_value(folder)} ({e.message.splitlines()[0]})."
+        yield from urls.faults("backup_dir", folder)
+        if files.is_local(folder) and os.path.exists(folder) and not os.path.isdir(folder):
+            yield f"backup_dir must be a folder, and {folder!r} is a file."
         whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
         if save_freq != "epoch" and not whole:
             yield f"save_freq must be 'epoch' or a number of steps, 1 or more. Received: {save_freq!r}."

@@ -6,8 +6,6 @@ import os
 import threading
 from collections.abc import Callable
 
-import tensorflow as tf
-
 from tfdist.backup import files
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import ReadError, first_line
@@ -15,15 +13,20 @@ from tfdist.backup.search import Snapshot
 from tfdist.backup.storage import SHARED, Storage, remove_damaged, set_damaged_aside
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import late_removal, ownership, progress
+from tfdist.runtime import late_removal, mirror, ownership, progress
+from tfdist.runtime import storage as urls
+from tfdist.runtime.log import logger
 from tfdist.runtime.ownership import Ownership
 
 
 class SnapshotWriter:
-    """Writes snapshots to a folder that this run owns, and reports each to the supervisor.
+    """Writes snapshots to a folder that this run owns, one at a time in a thread, and reports each to the supervisor.
+
+    A local folder that cannot be written to ends the training. A failed upload to a URL does not: the ranks agree on it before the next
+    snapshot (`settle`), which is then tried.
 
     Attributes:
-        saved: The step of the newest snapshot written; None before the first.
+        saved: The point of the newest snapshot written; None before the first.
     """
 
     def __init__(self, storage: Storage, ranks: Ranks, keep: int, task_progress: progress.Progress):
@@ -32,7 +35,15 @@ class SnapshotWriter:
         self._keep = keep
         self._progress = task_progress
         self._ownership = OwnershipMarker(storage.folder)
+        self._is_local = files.is_local(storage.folder)
+        self.thread = WriterThread()
         self.saved: SavePoint | None = None
+        # Of the snapshot that is being uploaded, or that could not be uploaded last:
+        self._uploading: SavePoint | None = None
+        self._failed: SavePoint | None = None
+        self._why = ""  # this rank's error
+        self._given_up = ""  # the error of another rank, for which the chief does not wait
+        self._hurry = threading.Event()  # a newer snapshot waits: no further attempts
 
     def check_free(self) -> None:
         """Raises ConfigError if a live run on the chief's host owns the folder, or it is not writable. A collective."""
@@ -60,7 +71,7 @@ class SnapshotWriter:
             try:
                 self._ownership.acquire()
                 set_damaged_aside(self._storage, after)
-            except (OSError, tf.errors.OpError, ReadError) as e:
+            except (OSError, ReadError) as e:
                 why = first_line(e)
         if reason := self._ranks.agree(why):
             raise BackupError(
@@ -69,30 +80,109 @@ class SnapshotWriter:
         self._storage.clean(after)
         self._ranks.barrier()
 
-    def write(self, snapshot: Snapshot) -> None:
-        """Writes a snapshot, unless it is the newest already. Raises ConfigError if another run has taken the folder over."""
+    def start(self, snapshot: Snapshot, is_last: bool = False) -> None:
+        """Begins to write a snapshot in the thread, unless it is the newest already. Call `settle` before. A collective.
+
+        `is_last` says that no newer snapshot follows: the caller reports a failure.
+        """
         if (point := snapshot.point) == self.saved:  # equal on all ranks, so all of them return
             return
-        storage = self._storage
+        if self._is_local:
+            self.thread.start(lambda: self._write(snapshot))
+            return
+        self._why, self._given_up, self._uploading = "", "", point
+        self._hurry.clear()
+        if point == self._failed and (left := self._ranks.agree(self._remove_failed(point))):
+            self._why = left
+            if not is_last:
+                self._report(point)
+            return
+        self.thread.start(lambda: self._upload(snapshot, is_last))
+
+    def settle(self, is_last: bool = False) -> str:
+        """Waits until all ranks have written the snapshot or have failed. A collective.
+
+        Args:
+            is_last: Whether no newer snapshot follows: a failed upload is tried again for some seconds.
+
+        Returns:
+            Why the snapshot could not be uploaded on any rank; empty if it could. A local folder raises the error instead.
+        """
+        point, self._uploading = self._uploading, None
+        if point is None:
+            self.thread.finish()
+            return ""
+        if not is_last:
+            self._hurry.set()
+        # The chief waits for the other ranks' parts in its thread: first they say whether a part will not come.
+        if not self._ranks.is_chief:
+            self.thread.finish()
+        reason = self._ranks.agree("" if self._ranks.is_chief else self._why)
+        if self._ranks.is_chief:
+            self._given_up = reason
+            self.thread.finish()
+        reason = reason or self._ranks.agree(self._why)
+        self._failed = point if reason else None
+        if not reason:
+            self.saved = point
+        return reason
+
+    def _upload(self, snapshot: Snapshot, is_last: bool) -> None:
+        try:
+            self._write(snapshot)
+        except BackupError as e:
+            self._why = str(e)
+            if not is_last:
+                self._report(snapshot.point)
+
+    def _report(self, point: SavePoint) -> None:
+        if self._ranks.is_chief:
+            newest = f"the newest backup is that of step {self.saved.step}" if self.saved else "there is no backup yet"
+            logger.warning(
+                f"the backup of step {point.step} could not be uploaded: {self._why} The training continues; {newest}; the next one "
+                "will be tried."
+            )
+        else:
+            logger.warning(f"this task's part of the backup of step {point.step} could not be uploaded: {self._why}")
+
+    def _remove_failed(self, point: SavePoint) -> str:
+        """Removes what this rank has uploaded of a backup that failed, so that parts of two attempts do not mix; returns why it cannot."""
+        try:
+            self._storage.remove(point)
+            return ""
+        except (OSError, ReadError) as e:
+            return f"{first_line(e)}."
+
+    def _write(self, snapshot: Snapshot) -> None:
+        """Writes this rank's parts of a snapshot. Raises ConfigError if another run has taken the folder over."""
+        storage, point = self._storage, snapshot.point
         if self._ranks.is_chief:
             self._ownership.check()
-        storage.write_part(point, storage.part, snapshot.own)
+        mirror.settle()  # so that logs of the steps before the backup are not lost with this host
+        storage.write_part(point, storage.part, snapshot.own, self._hurry)
         if self._ranks.is_chief:
-            storage.write_part(point, SHARED, snapshot.shared)
+            storage.write_part(point, SHARED, snapshot.shared, self._hurry)
             self._ownership.check()  # check again: only the manifest makes the parts a backup
-            storage.write_manifest(point, snapshot.manifest, self._keep)
+            storage.write_manifest(point, snapshot.manifest, self._keep, self._hurry, lambda: self._given_up)
             remove_damaged(storage.folder)
             progress.note_backup(storage.folder)
             late_removal.keep(storage.folder)
             self._progress.write(saved=point.step)
-        else:
-            storage.clean()
-        self.saved = point
+        if not self._ranks.is_chief or not self._is_local:  # a failed upload may have left files of the chief
+            self._clean()
+        if self._is_local:
+            self.saved = point
+
+    def _clean(self) -> None:
+        try:
+            self._storage.clean()
+        except urls.StorageError as e:
+            logger.warning(f"{e}; files of unfinished backups remain until the next backup")
 
     def finish(self) -> None:
         """Waits until all ranks have written, removes backups beyond `keep`, and releases the folder. A collective."""
         self._ranks.barrier()
-        self._storage.clean()
+        self._clean()
         self.release()
 
     def release(self) -> None:
@@ -102,7 +192,7 @@ class SnapshotWriter:
 
 
 class OwnershipMarker(Ownership):
-    """A run's ownership of a backup folder, local or in any file system of `tf.io.gfile`. The chief uses it.
+    """A run's ownership of a backup folder, local or at a URL. The chief uses it.
 
     Remote folders have no locks, and some file systems do not lock across hosts. There the run that started last owns the folder,
     and an earlier one stops at its next backup. So a run that was presumed dead and restarted elsewhere does no damage when it
@@ -132,7 +222,7 @@ class OwnershipMarker(Ownership):
         if self._is_local:
             super().acquire()
         else:
-            files.replace(self._path, ownership.this_run())
+            urls.write(self._path, ownership.this_run().encode())
 
     def owner(self) -> str | None:
         if self._is_local:
@@ -145,7 +235,7 @@ class OwnershipMarker(Ownership):
     def release(self) -> None:
         super().release()
         if not self._is_local and self.owner() == ownership.this_run():
-            tf.io.gfile.remove(self._path)
+            urls.remove(self._path)
 
     def _try_lock(self) -> bool:
         return super()._try_lock() if self._is_local else not ownership.is_alive(self.owner() or "")

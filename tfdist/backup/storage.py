@@ -1,4 +1,4 @@
-"""Backups on disk, or on a file system of `tf.io.gfile`: written by all ranks, valid once the manifest exists.
+"""Backups on disk, or at an fsspec URL: written by all ranks, valid once the manifest exists.
 
     backup/checkpoint                     names the backups, in TensorFlow's form
     backup/step-400/shared.{index,data}   state of all ranks, written by the chief
@@ -17,12 +17,14 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import json
 import os
 import re
+import threading
 import time
 import zlib
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -32,16 +34,21 @@ from tfdist.backup import contents, files
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.files import CorruptBackupError, ReadError, UnreadableBackupError
 from tfdist.errors import BackupError
+from tfdist.runtime import storage as urls
+from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.runtime.log import logger
+from tfdist.runtime.temporary import temporary_folder
 
 MANIFEST = "manifest.json"
 SHARED = "shared"
 STATE_FILE = "checkpoint"
 _PARTIAL = ".partial"
+_DATA_FILE = re.compile(r"\.data-.{5}-of-.{5}")
 _PART_FILE = re.compile(r"rank-(\d+)\.")
 _CHECKPOINT_PATH = re.compile(r'checkpoint_paths?: "(.*)"')
 _PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
+_POLL, _POLL_URL = 0.01, 0.2
 _DAMAGED = "damaged-"
 _REMOVED = "removed"  # the manifest of a backup that is being removed
 
@@ -80,19 +87,24 @@ class Storage:
         """Returns the path of a backup, or of one of its files."""
         return os.path.join(self.folder, point.folder, name).rstrip("/")
 
-    def write_part(self, point: SavePoint, part: str, tensors: Mapping[str, Any]) -> None:
-        """Writes a part: `shared`, or `rank-<rank>`. Raises BackupError if it cannot be written."""
+    def write_part(
+        self, point: SavePoint, part: str, tensors: Mapping[str, Any], stop: threading.Event | None = None
+    ) -> None:
+        """Writes a part: `shared`, or `rank-<rank>`. For a URL, writes it to the local disk and uploads it.
+
+        An upload that fails is tried again for some seconds, but not once `stop` is set. Raises BackupError if the part cannot be written.
+        """
         prefix = self.path(point, part)
         try:
-            tf.io.gfile.makedirs(self.path(point))
-            names = list(tensors)
-            with tf.device("CPU:0"):
-                tf.raw_ops.SaveV2(
-                    prefix=prefix,
-                    tensor_names=names,
-                    shape_and_slices=[""] * len(names),
-                    tensors=[tf.convert_to_tensor(tensors[name]) for name in names],
-                )
+            if files.is_local(prefix):
+                os.makedirs(self.path(point), exist_ok=True)
+                _save(prefix, tensors)
+                return
+            with temporary_folder() as folder:
+                _save_locally(os.path.join(folder, part), tensors)
+                for name in sorted(os.listdir(folder)):  # the index comes last
+                    upload = functools.partial(urls.upload, os.path.join(folder, name), self.path(point, name))
+                    urls.with_retries(upload, stop=stop)
         except (tf.errors.OpError, OSError) as e:
             raise _write_error(prefix, e) from e
 
@@ -102,53 +114,73 @@ class Storage:
         names = [name for name in files.list_folder(self.path(point)) if name.startswith(f"{part}.")]
         if not names:
             raise self._missing(point, prefix)
-        for name in names:
-            files.size(self.path(point, name))  # raises for a link, which TensorFlow would follow
-        for last in (False, True):
-            try:
-                reader = tf.train.load_checkpoint(prefix)
-                return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
-            except files.PASSING as e:
-                raise files.unreadable(prefix, e) from e
-            except Exception as e:  # TensorFlow raises the same error for a damaged and for an unreadable file
+        if files.is_local(prefix):
+            for name in names:
+                files.size(self.path(point, name))  # raises for a link, which TensorFlow would follow
+            return _load(prefix, prefix, names)
+        try:
+            with temporary_folder() as folder:
                 for name in names:
-                    files.check_readable(self.path(point, name))
-                if last:
-                    raise CorruptBackupError(f"{prefix} differs from the data written: {files.first_line(e)}") from e
-        raise AssertionError
+                    urls.download(self.path(point, name), os.path.join(folder, name))
+                return _load(os.path.join(folder, part), prefix, names)
+        except FileNotFoundError as e:
+            raise self._missing(point, prefix) from e
+        except OSError as e:
+            raise files.unreadable(prefix, e) from e
 
-    def write_manifest(self, point: SavePoint, values: Mapping[str, Any], keep: int) -> None:
+    def write_manifest(
+        self,
+        point: SavePoint,
+        values: Mapping[str, Any],
+        keep: int,
+        stop: threading.Event | None = None,
+        given_up: Callable[[], str] = str,
+    ) -> None:
         """Completes a backup, once all ranks have written their parts, and keeps the newest `keep` backups. Runs on the chief.
 
-        Raises BackupError if it cannot be written, or if another rank's part does not appear within 300 s.
+        `stop` is as in `write_part`; `given_up` returns why another rank has not written its part, or an empty text. Raises BackupError if the
+        manifest cannot be written, or if another rank's part does not appear within 300 s.
         """
         path = self.path(point, MANIFEST)
         try:
-            written: dict[str, Any] = {}
-            for part in (SHARED, *(f"rank-{rank}" for rank in range(self.ranks))):
-                self._wait_for_index(point, part)
-                for data in tf.io.gfile.glob(self.path(point, f"{part}.data-?????-of-?????")):
-                    written[os.path.basename(data)] = {"bytes": tf.io.gfile.stat(data).length}
-                index = files.read(self.path(point, f"{part}.index"))
-                written[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
-            body = json.loads(
-                json.dumps({**values, "files": written})
-            )  # the checksum is of the values as they will be read
-            body["crc32"] = contents.checksum(body)
-            files.replace(path, json.dumps(body, indent=1))
+            complete = functools.partial(self._complete, point, values, given_up)
+            urls.with_retries(complete, stop=stop, passing=(urls.PassingError, UnreadableBackupError))
+            self._keep_newest(keep)
+        except (tf.errors.OpError, OSError, ReadError) as e:
+            raise _write_error(path, e) from e
+
+    def _complete(self, point: SavePoint, values: Mapping[str, Any], given_up: Callable[[], str]) -> None:
+        written: dict[str, Any] = {}
+        for part in (SHARED, *(f"rank-{rank}" for rank in range(self.ranks))):
+            self._wait_for_index(point, part, given_up)
+            for name in files.list_folder(self.path(point)):
+                if name.startswith(part) and _DATA_FILE.fullmatch(name.removeprefix(part)):
+                    written[name] = {"bytes": urls.size(self.path(point, name))}
+            index = files.read(self.path(point, f"{part}.index"))
+            written[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
+        body = json.loads(
+            json.dumps({**values, "files": written})
+        )  # the checksum is of the values as they will be read
+        body["crc32"] = contents.checksum(body)
+        urls.write(self.path(point, MANIFEST), json.dumps(body, indent=1).encode())
+
+    def _keep_newest(self, keep: int) -> None:
+        try:
             complete = [point for point in self.points() if self.is_complete(point)]
             self._name_all(sorted(complete[:keep]))
             for old in complete[keep:]:
                 self.remove(old)
-        except (tf.errors.OpError, OSError, ReadError) as e:
-            raise _write_error(path, e) from e
+        except (OSError, ReadError) as e:
+            if files.is_local(self.folder):
+                raise
+            logger.warning(f"{files.first_line(e)}; backups older than the newest {keep} remain until the next backup")
 
     def _name_all(self, points: Sequence[SavePoint]) -> None:
         # In the format of TensorFlow, but with paths relative to the folder, which may be moved.
         paths = [json.dumps(f"{point.folder}/{SHARED}") for point in points]
         lines = [f"model_checkpoint_path: {paths[-1]}", *(f"all_model_checkpoint_paths: {path}" for path in paths)]
         path = os.path.join(self.folder, STATE_FILE)
-        files.replace(path, "\n".join(lines) + "\n")
+        urls.write(path, ("\n".join(lines) + "\n").encode())
 
     def read_manifest(self, point: SavePoint) -> dict[str, Any]:
         """Returns a backup's manifest after a check that its files exist with the sizes and checksums in it. Raises as `read_part` does."""
@@ -191,19 +223,19 @@ class Storage:
         """Removes the files of this rank or of every rank from a backup, and the folder once it is empty."""
         if files.is_link(self.path(point)):
             if self.rank == 0:
-                self._remove_file(self.path(point))
+                urls.remove(self.path(point))
             return
         if self.rank == 0:  # first, so that no reader takes the remaining files for a backup
-            with contextlib.suppress(tf.errors.NotFoundError):
-                tf.io.gfile.rename(self.path(point, MANIFEST), self.path(point, _REMOVED), overwrite=True)
+            with contextlib.suppress(FileNotFoundError):
+                urls.rename(self.path(point, MANIFEST), self.path(point, _REMOVED))
         own_prefixes = (f"{SHARED}.", MANIFEST) if self.rank == 0 else ()
         try:
-            for name in tf.io.gfile.listdir(self.path(point)):
+            for name in urls.list_folder(self.path(point)):
                 if name.startswith(own_prefixes) or self._owns(name) or (every_rank and name != _REMOVED):
-                    self._remove_file(self.path(point, name))
-            if not {*tf.io.gfile.listdir(self.path(point))} - {_REMOVED}:
-                tf.io.gfile.rmtree(self.path(point))
-        except tf.errors.NotFoundError:  # another rank has removed the folder
+                    urls.remove(self.path(point, name))
+            if not {*urls.list_folder(self.path(point))} - {_REMOVED}:
+                urls.remove_tree(self.path(point))
+        except FileNotFoundError:  # another rank has removed the folder
             pass
 
     def _owns(self, name: str) -> bool:
@@ -215,15 +247,15 @@ class Storage:
         """Removes the files of this rank or of every rank from all backups. The chief also removes the list of backups."""
         if self.rank == 0:
             for name in (STATE_FILE, STATE_FILE + _PARTIAL):
-                self._remove_file(os.path.join(self.folder, name))
+                urls.remove(os.path.join(self.folder, name))
             remove_damaged(self.folder)
         for point in self.points():
             self.remove(point, every_rank)
-        try:
-            if not tf.io.gfile.listdir(self.folder):
-                tf.io.gfile.rmtree(self.folder)
-        except (tf.errors.NotFoundError, tf.errors.FailedPreconditionError, tf.errors.PermissionDeniedError):
-            pass  # another rank was faster, or the folder is a volume or in another user's folder: an empty folder stays
+        if files.is_local(self.folder):
+            with contextlib.suppress(
+                OSError
+            ):  # it has other files, another rank was faster, or it is a volume or in another user's folder
+                os.rmdir(self.folder)
 
     def is_complete(self, point: SavePoint) -> bool:
         """Returns whether all ranks have written a backup and no rank has begun to remove it."""
@@ -249,26 +281,22 @@ class Storage:
             return False
 
     def written_at(self, point: SavePoint) -> int:
-        """Returns when a backup was completed, in nanoseconds; 0 if it is being removed."""
+        """Returns when a backup was completed, in nanoseconds; 0 if it is being removed, or unknown."""
         try:
-            return tf.io.gfile.stat(self.path(point, MANIFEST)).mtime_nsec
-        except tf.errors.NotFoundError:
+            return urls.modified(self.path(point, MANIFEST))
+        except (FileNotFoundError, urls.StorageError):
             return 0
 
     def has_begun(self, point: SavePoint) -> bool:
         """Returns whether the chief has begun to write a backup and has not removed it."""
-        return bool(tf.io.gfile.glob(self.path(point, "rank-0.*")))
+        return any(name.startswith("rank-0.") for name in files.list_folder(self.path(point)))
 
-    def _remove_file(self, path: str) -> None:
-        try:
-            tf.io.gfile.remove(path)
-        except tf.errors.NotFoundError:
-            pass
-
-    def _wait_for_index(self, point: SavePoint, part: str) -> None:
+    def _wait_for_index(self, point: SavePoint, part: str, given_up: Callable[[], str]) -> None:
         begun = reported = time.monotonic()
-        while not tf.io.gfile.exists(self.path(point, f"{part}.index")):
+        while not urls.exists(self.path(point, f"{part}.index")):
             now = time.monotonic()
+            if reason := given_up():
+                raise BackupError(reason)
             if now - begun > _PARTS_TIMEOUT:
                 raise BackupError(
                     f"{self.path(point, part)}.index has not appeared within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
@@ -277,21 +305,57 @@ class Storage:
             if now - reported > _REPORT_EVERY:
                 logger.info(f"waiting for {self.path(point, part)}.index")
                 reported = now
-            time.sleep(0.01)
+            time.sleep(_POLL if files.is_local(self.folder) else _POLL_URL)
+
+
+def _save(prefix: str, tensors: Mapping[str, Any]) -> None:
+    names = list(tensors)
+    with tf.device("CPU:0"):
+        tf.raw_ops.SaveV2(
+            prefix=prefix,
+            tensor_names=names,
+            shape_and_slices=[""] * len(names),
+            tensors=[tf.convert_to_tensor(tensors[name]) for name in names],
+        )
+
+
+def _save_locally(prefix: str, tensors: Mapping[str, Any]) -> None:
+    try:
+        _save(prefix, tensors)
+    except (tf.errors.OpError, OSError) as e:
+        raise WriteError(
+            f"the temporary file {prefix} could not be written ({write_error_reason(e)}). Free its disk, or set TMPDIR to a folder on another one"
+        ) from e
+
+
+def _load(prefix: str, shown: str, names: Sequence[str]) -> dict[str, np.ndarray]:
+    """Returns the tensors in local files. `shown` is the path in messages, and `names` are the files' names."""
+    for last in (False, True):
+        try:
+            reader = tf.train.load_checkpoint(prefix)
+            return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
+        except files.PASSING as e:
+            raise files.unreadable(shown, e) from e
+        except Exception as e:  # TensorFlow raises the same error for a damaged and for an unreadable file
+            for name in names:
+                files.check_readable(os.path.join(os.path.dirname(prefix), name))
+            if last:
+                raise CorruptBackupError(f"{shown} differs from the data written: {files.first_line(e)}") from e
+    raise AssertionError
 
 
 def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
     """Renames the backups later than `after`, from which a run continues, so that no new backup is written into their folders.
 
-    `Storage.clean` handles backups that were never complete. Raises OSError or OpError if a folder cannot be renamed.
+    `Storage.clean` handles backups that were never complete. Raises OSError if a folder cannot be renamed.
     """
     completed = storage.completed()
     for point in storage.points():
         if point > after and (point in completed or not storage.is_unfinished(point)):
             names, number, new = {*files.list_folder(storage.folder)}, 1, _DAMAGED + point.folder
-            while new in names or f"{new}/" in names:
+            while new in names:
                 number, new = number + 1, f"{_DAMAGED}{point.folder}-{number + 1}"
-            tf.io.gfile.rename(storage.path(point), os.path.join(storage.folder, new))
+            urls.rename(storage.path(point), os.path.join(storage.folder, new))
 
 
 def remove_damaged(folder: str) -> None:
@@ -300,11 +364,14 @@ def remove_damaged(folder: str) -> None:
     try:
         for name in files.list_folder(folder):
             if name.startswith(_DAMAGED):
-                path = os.path.join(folder, name.rstrip("/"))
-                files.remove_tree(path)
-    except (OSError, tf.errors.OpError, files.ReadError) as e:
+                path = os.path.join(folder, name)
+                urls.remove_tree(path)
+    except (OSError, files.ReadError) as e:
         logger.warning(f"damaged backups remain, as {path} cannot be removed: {files.first_line(e)}")
 
 
 def _write_error(path: str, error: Exception) -> BackupError:
-    return BackupError(f"The backup {path} could not be written: {files.first_line(error)}. Earlier backups remain.")
+    reason = files.first_line(error).rstrip(".")
+    if isinstance(error, urls.StorageError) or not files.is_local(path):
+        return BackupError(f"{reason}.")
+    return BackupError(f"The backup {path} could not be written: {reason}. Earlier backups remain.")

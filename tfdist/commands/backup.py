@@ -3,7 +3,7 @@
     tfdist backup show DIR [--json]                 # exit code 1 if no backup is whole
     tfdist backup export DIR OUT.keras [--step=N]   # the model of the newest whole backup, or of the backup at step N
 
-DIR is the run's work directory, or the folder of its backups. All checksums are verified, so every file is read to its end.
+DIR is the run's work directory, or the folder of its backups, which may be a URL. All checksums are verified, so every file is read to its end.
 `export` builds the model from the run's config.json, so it works only for runs of `tfdist train`. The exported optimizer starts from its initial state.
 
 `python -m tfdist.backup` is the same command.
@@ -26,6 +26,8 @@ from tfdist.errors import BackupError, ConfigError, describe_error, format_value
 from tfdist.runtime import process_end, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.log import logger, print_always
+from tfdist.runtime.storage import faults as url_faults
+from tfdist.runtime.storage import is_url
 
 if TYPE_CHECKING:
     from tfdist.backup import listing
@@ -87,7 +89,9 @@ def find_backups(path: str) -> tuple[str, pathlib.Path | None]:
     Raises:
         ConfigError: The folder does not exist, or its `config.json` cannot be read.
     """
-    if "://" in path:
+    if is_url(path):
+        if problems := list(url_faults("DIR", path)):
+            raise ConfigError(problems)
         return path, None
     folder = pathlib.Path(path)
     if not path or not folder.is_dir():
@@ -98,9 +102,9 @@ def find_backups(path: str) -> tuple[str, pathlib.Path | None]:
         config = workdir / "config.json"
         if not config.is_file():
             continue
-        backups = pathlib.Path(_backup_dir(config) or workdir / "backup")
+        backups = _backup_dir(config) or str(workdir / "backup")
         if workdir == folder or os.path.realpath(backups) == os.path.realpath(folder):
-            return str(backups), config
+            return backups, config
     inside = folder / "backup"  # the folder of a script's Trainer
     return str(inside if inside.is_dir() and not any(folder.glob("step-*")) else folder), None
 
@@ -114,7 +118,7 @@ def _backup_dir(config: pathlib.Path) -> str:
 
 def _show(folder: str, as_json: bool) -> int:
     backups: list[listing.Listed] = []
-    if "://" in folder or any(pathlib.Path(folder).glob("step-*")):  # otherwise TensorFlow need not be loaded
+    if is_url(folder) or any(pathlib.Path(folder).glob("step-*")):  # otherwise TensorFlow need not be loaded
         from tfdist.backup import listing
 
         backups = listing.read(folder)

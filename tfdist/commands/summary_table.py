@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import re
 import shlex
@@ -12,17 +13,18 @@ from typing import Any
 from rich import console, table
 
 from tfdist.errors import printable
+from tfdist.runtime import storage
 from tfdist.runtime.log import is_terminal
 
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
-def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, str]]:
+def rows(summary: Mapping[str, Any], workdir: pathlib.Path | str) -> list[tuple[str, str]]:
     """Returns the names and values of the table, without values that were not measured.
 
     Args:
         summary: The summary, from `summary.summarize`, or as read from `summary.json`.
-        workdir: The folder of the run's files.
+        workdir: The folder of the run's files, or its URL.
 
     Examples:
         >>> for name, value in rows(json.loads((workdir / "summary.json").read_text()), workdir):
@@ -52,7 +54,7 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path) -> list[tuple[str, s
     return [(name, str(value)) for name, value in values if value is not None]
 
 
-def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
+def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path | str) -> None:
     """Prints the summary on standard output, as a table in a terminal, else one line per row; then the command that shows the run's curves.
 
     Args:
@@ -68,7 +70,9 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path) -> None:
     else:
         print(*map(": ".join, text), sep="\n")
     # Outside of the table, which would fold a long path, so that the line can be copied.
-    print(_encodable(f"tensorboard --logdir {_shell_word(str(workdir / 'tensorboard'))}"), flush=True)
+    folder = os.path.join(workdir, "tensorboard")
+    note = "  # in an environment without TensorFlow" if storage.is_url(folder) else ""
+    print(_encodable(f"tensorboard --logdir {_shell_word(folder)}{note}"), flush=True)
 
 
 def _encodable(text: str) -> str:

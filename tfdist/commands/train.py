@@ -38,7 +38,7 @@ from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, DataError, collect_errors, format_value
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import late_removal, ownership, process_end, progress, tensorflow_log
+from tfdist.runtime import late_removal, mirror, ownership, process_end, progress, storage, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -79,6 +79,8 @@ def _main(argv: Sequence[str]) -> int:
                 resolved = _find_cluster(command.config)
                 workers = len(resolved.cluster.training_tasks()) if resolved else None
                 _check_evaluator(command.config, resolved)
+            if list(storage.faults("workdir", os.fspath(command.workdir))):  # without a connection
+                validation.check(command.config, workers, command.faults)
             finished = FinishedRun(command.config, command.workdir, command.overwrite)
             with collect_errors(faults):
                 if not (
@@ -114,7 +116,7 @@ def _check_evaluator(config: TrainConfig, resolved: ResolvedCluster | None) -> N
 
 def _run(
     config: TrainConfig,
-    workdir: pathlib.Path,
+    workdir: pathlib.Path | str,
     resolved: ResolvedCluster | None,
     argv: Sequence[str],
     finished: FinishedRun,
@@ -124,19 +126,48 @@ def _run(
         logger.warning(f"training on this host alone, though {hint}.")
     evaluates = resolved is not None and resolved.task.type == "evaluator"
     with contextlib.ExitStack() as owned:
-        if resolved is None or evaluates or resolved.task == resolved.cluster.chief:
-            owned.enter_context(own_workdir(workdir, resolved.task.name if resolved and evaluates else ""))
-            if not evaluates:
-                finished.replace()
-        return _run_owned(config, workdir, resolved, argv)
+        is_owner = resolved is None or resolved.task == resolved.cluster.chief
+        if isinstance(workdir, str):
+            _check_reach(config, workdir, resolved)
+            folder = _logs_folder(workdir, is_owner)
+            owned.callback(mirror.close, workdir)
+        else:
+            folder = workdir
+            if is_owner or evaluates:
+                owned.enter_context(own_workdir(workdir, resolved.task.name if resolved and evaluates else ""))
+        if is_owner and not evaluates:
+            finished.replace()
+        return _run_owned(config, workdir, folder, resolved, argv)
+
+
+def _check_reach(config: TrainConfig, url: str, resolved: ResolvedCluster | None) -> None:
+    several = resolved or config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0
+    if several and url.startswith("memory://"):
+        raise ConfigError(f"workdir {format_value(url)} exists in one process only: give a URL that all tasks reach.")
+
+
+def _logs_folder(workdir: pathlib.Path | str, owns: bool = False) -> pathlib.Path:
+    """Returns the local folder of a run's logs: the work directory, or the mirror of its URL."""
+    if isinstance(workdir, pathlib.Path):
+        return workdir
+    return mirror.launchers_folder(workdir) or mirror.opened(workdir, "workdir", _is_log, owns).folder
+
+
+def _is_log(path: str) -> bool:
+    """Returns whether a file below a work directory is one that a continued run appends to."""
+    return path.startswith(("tensorboard/", "logs/")) or path.endswith((".csv", ".jsonl", ".bin"))
 
 
 def _run_owned(
-    config: TrainConfig, workdir: pathlib.Path, resolved: ResolvedCluster | None, argv: Sequence[str]
+    config: TrainConfig,
+    workdir: pathlib.Path | str,
+    logs: pathlib.Path,
+    resolved: ResolvedCluster | None,
+    argv: Sequence[str],
 ) -> int:
     evaluates = resolved is not None and resolved.task.type == "evaluator"
     if resolved is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
-        return launch(config, argv, workdir)
+        return launch(config, argv, workdir, logs)
     process_end.limit_interrupts()
     fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
     text = json.dumps({**config_lib.fixed(config), **fields}, default=str)
@@ -146,7 +177,7 @@ def _run_owned(
         signal.signal(signal.SIGTERM, process_end.end_at_once)
     if resolved and evaluates:
         _import_frameworks()
-        importlib.import_module("tfdist.training.evaluator").evaluate_backups(config, workdir, resolved.task.name)
+        importlib.import_module("tfdist.training.evaluator").evaluate_backups(config, workdir, logs, resolved.task.name)
         return 0
     code = process_end.run_to_the_end(lambda: train(config, workdir, cluster=resolved.apply() if resolved else False))
     if not code and resolved:
@@ -163,19 +194,22 @@ class FinishedRun:
 
     Args:
         config: The configuration of the new run.
-        workdir: The work directory.
+        workdir: The work directory, a text if it is a URL.
         overwrite: Whether the new run may replace the finished run.
     """
 
-    def __init__(self, config: TrainConfig, workdir: pathlib.Path, overwrite: bool):
+    def __init__(self, config: TrainConfig, workdir: pathlib.Path | str, overwrite: bool):
         self._config, self._workdir, self._overwrite = config, workdir, overwrite
-        self._backups = pathlib.Path(config.backup.dir or workdir / "backup")
+        self._backups = config.backup.dir or os.path.join(workdir, "backup")
         # A task that a supervisor started belongs to the run in this directory, so it replaces nothing.
-        self._summary = None if _SOURCE in os.environ or progress.restarts() else _read_json(workdir / "summary.json")
+        self._summary = (
+            None if _SOURCE in os.environ or progress.restarts() else _read_json(os.path.join(workdir, "summary.json"))
+        )
         self._kept: list[dict[str, Any]] = []
         if self._summary is not None and config.backup.save_freq != "never":
             with contextlib.suppress(OSError, ValueError):  # the folder does not exist
-                manifests = map(_read_json, self._backups.glob("step-*/manifest.json"))
+                names = [name for name in storage.list_folder(self._backups) if name.startswith("step-")]
+                manifests = (_read_json(os.path.join(self._backups, name, "manifest.json")) for name in names)
                 self._kept = [body for body in manifests if body is not None]
 
     def check(self) -> None:
@@ -221,10 +255,16 @@ def _number(body: Any, name: str) -> int:
     return value if isinstance(value, int) else 0
 
 
-def _read_json(path: pathlib.Path) -> dict[str, Any] | None:
-    """Returns the object in a JSON file, an empty dict if the content is not an object, or None if the file cannot be read."""
+def _read_json(path: str) -> dict[str, Any] | None:
+    """Returns the object in a JSON file, an empty dict if the content is not an object, or None if the file cannot be read.
+
+    Raises:
+        ConfigError: The file is at a URL that cannot be read now, so whether it exists is unknown.
+    """
     try:
-        text = read_file(path)
+        text = storage.with_retries(lambda: storage.read(path)) if storage.is_url(path) else read_file(path)
+    except storage.StorageError as e:
+        raise ConfigError(f"workdir must be a folder that can be read and written: {storage.reason(e)}.") from None
     except (OSError, ValueError):  # such as a path with a null byte
         return None
     try:
@@ -271,9 +311,9 @@ def own_workdir(workdir: pathlib.Path, task: str = "") -> Iterator[None]:
         yield
 
 
-def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> int:
-    """Starts this command again for each task of a cluster on this machine; returns the exit code."""
-    if os.path.lexists(logs := workdir / "logs") and not logs.is_dir():
+def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path | str, folder: pathlib.Path) -> int:
+    """Starts this command again for each task of a cluster on this machine; returns the exit code. `folder` is that of the logs."""
+    if os.path.lexists(logs := folder / "logs") and not logs.is_dir():
         raise ConfigError(
             f"{format_value(str(logs))} must be a folder for the tasks' output, and is a file: remove it, or choose another --workdir."
         )
@@ -281,11 +321,13 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path) -> i
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
     cluster = local_cluster(config.cluster.workers, config.cluster.ps)
     environ = {**os.environ, _SOURCE: "tf_config", ownership.JOB: ownership.this_run()}
+    if isinstance(workdir, str):
+        environ |= mirror.opened(workdir, "workdir", _is_log).for_tasks()
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
     limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
-    code = Launcher(command, cluster, workdir / "logs", environ, **limits).run()
+    code = Launcher(command, cluster, logs, environ, **limits).run()
     if code == 0:
-        summary_table.print_summary(json.loads(read_file(workdir / "summary.json")), workdir)
+        summary_table.print_summary(_read_json(os.path.join(workdir, "summary.json")) or {}, workdir)
     return code
 
 
@@ -299,7 +341,7 @@ def train(
 
     Args:
         config: The configuration, checked by `validation.check`.
-        workdir: The folder of `summary.json`, `config.json`, `model.keras` and `tensorboard/`.
+        workdir: The folder of `summary.json`, `config.json`, `model.keras` and `tensorboard/`, or its URL.
         trainer: An existing trainer with its strategy. None creates a trainer from `config`.
         cluster: As for the `Trainer`.
 
@@ -323,7 +365,9 @@ def train(
     from tfdist.training import configured, export_best, task_checks
     from tfdist.training.trainer import Trainer
 
-    workdir = pathlib.Path(workdir)
+    workdir = os.fspath(workdir)
+    is_url = storage.is_url(workdir)
+    logs = _logs_folder(workdir if is_url else pathlib.Path(workdir))
     backup: BackupAndRestore | None = None
     if trainer is None:
         options = {
@@ -345,7 +389,7 @@ def train(
         raise ConfigError(f"global_batch_size {batch_size} is larger than the training data of task {config.task!r}.")
     trainer.print_replicas(batch_size)
     if trainer.is_chief:
-        summary_lib.write_json(workdir / "config.json", config_lib.to_dict(config))
+        summary_lib.write_json(os.path.join(workdir, "config.json"), config_lib.to_dict(config))
 
     model = configured.build_model(trainer, config, task, lambda: build_optimizer(config, in_sync, steps))
     if not (backup and backup.resumes()):
@@ -356,17 +400,17 @@ def train(
     if trainer.cluster and not asynchronous:
         begins = trainer.compression.start_step if trainer.compression else 0
         callbacks.append(sent := network.WireBytes(trainer.cluster, trainer.task, begins=begins))
-    goodput = goodput_lib.Goodput(workdir / "goodput.bin" if trainer.is_chief else None)
+    goodput = goodput_lib.Goodput(logs / "goodput.bin" if trainer.is_chief else None)
     callbacks.append(goodput)
     options = {**config.monitoring.arguments(), "hparams": config_lib.to_dict(config)}
-    callbacks.append(tensorboard.TensorBoard(workdir / "tensorboard", global_batch_size=batch_size, **options))
+    callbacks.append(tensorboard.TensorBoard(logs / "tensorboard", global_batch_size=batch_size, **options))
     exports = config.export.dir or os.path.join(workdir, "export")
     if trainer.is_chief and (config.export.best or config.export.final):
         configured.make_export_folder(exports)
     if config.export.best:
         best = os.path.join(exports, "best")
         callbacks.append(export_best.ExportBest(best, config.export.best, config.export.mode))
-    callbacks += configured.build_callbacks(config, trainer.is_chief)
+    callbacks += configured.build_callbacks(config, trainer.is_chief, (workdir, str(logs)) if is_url else ("", ""))
     callbacks.append(first := task_checks.FirstStep())
     elements: dict[str, Any] = {}
 
@@ -388,7 +432,9 @@ def train(
             callbacks=callbacks,
         )
     with during("saving"):
-        trainer.save(model, workdir / "model.keras", delete_backup=False)
+        if is_url and trainer.is_chief:
+            mirror.check_owner(workdir, "workdir")
+        trainer.save(model, os.path.join(workdir, "model.keras"), delete_backup=False)
         if config.export.final:
             final = os.path.join(exports, "final")
             path = os.path.join(final, str(export_best.newest_version(final) + 1))
@@ -412,13 +458,13 @@ def train(
     )
     if trainer.is_chief:
         summary["training"] = backup.training_id if backup else ""
-        before = _read_json(workdir / "summary.json") or {}
+        before = _read_json(os.path.join(workdir, "summary.json")) or {}
         if backup and all(before.get(name) == summary[name] for name in ("training", "steps")):
             summary = {
                 **before,
                 "restarts": summary["restarts"],
             }  # the previous process was killed after the training: this one has no measurements
-        summary_lib.write_json(workdir / "summary.json", summary)
+        summary_lib.write_json(os.path.join(workdir, "summary.json"), summary)
         if _SOURCE not in os.environ:
             summary_table.print_summary(summary, workdir)
     trainer.on_model_saved(model)  # after all files are written

@@ -10,6 +10,8 @@ from collections.abc import Iterator
 
 from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, Range
 from tfdist.errors import format_value
+from tfdist.runtime.storage import faults as url_faults
+from tfdist.runtime.storage import is_url
 
 _MOST_DIGITS = 15
 
@@ -21,7 +23,7 @@ class BackupConfig:
     Attributes:
         save_freq: When to save: `"epoch"` (at the end of each epoch), a number of steps between backups (`"100"`), or `"never"`.
         save_every_seconds: Also save when this many seconds have passed since the last backup; 0 means never.
-        dir: The folder of the backups, shared by all tasks. Empty means `backup` in the work directory.
+        dir: The folder of the backups, shared by all tasks: a path, or a URL such as `s3://bucket/run`. Empty means `backup` in the work directory.
         keep: Number of backups to keep.
         delete_checkpoint: Whether to remove the backups once all results are written.
         save_before_preemption: Whether all tasks save, and exit with code 75, when any task receives SIGTERM.
@@ -57,8 +59,11 @@ def folder_faults(field: str, path: str) -> Iterator[str]:
 
     Args:
         field: The field's name, for the message.
-        path: The path; empty means the default folder.
+        path: The path or URL; empty means the default folder.
     """
+    if is_url(path):
+        yield from url_faults(field, path)
+        return
     if "\0" in path:
         yield f"{field} must be a folder, and a path has no null character. Received: {format_value(path)}."
         return
@@ -72,5 +77,5 @@ def folder_faults(field: str, path: str) -> Iterator[str]:
             yield f"{field} must be a folder, and its name is too long. Received: {format_value(path)}."
         elif os.path.islink(path):
             yield f"{field} must be a folder, and {format_value(path)} is a link to a folder that does not exist."
-        elif e.errno == errno.ENOTDIR and "://" not in path:
+        elif e.errno == errno.ENOTDIR:
             yield f"{field} must be a folder, and a parent folder of it is a file. Received: {format_value(path)}."

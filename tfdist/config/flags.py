@@ -20,6 +20,7 @@ from tfdist.config.options import NamedOptions, field_types, unknown_field
 from tfdist.config.presets import PRESETS
 from tfdist.config.train import NAMED_OPTIONS, TrainConfig, make_floats
 from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, truncate
+from tfdist.runtime import storage
 
 _CONFIG_HELP = (
     "A preset's name, a Python file whose get_config() returns a tfdist.TrainConfig, or the config.json of a run."
@@ -27,18 +28,18 @@ _CONFIG_HELP = (
 
 
 class Command(NamedTuple):
-    """A parsed command line: the configuration and the work directory from the valid arguments, and the errors of the others."""
+    """A parsed command line: the configuration and the work directory, a text if it is a URL, from the valid arguments, and the errors of the others."""
 
     config: TrainConfig
-    workdir: pathlib.Path
+    workdir: pathlib.Path | str
     faults: list[str]
     overwrite: bool
 
 
 def parse(
     argv: Sequence[str], description: str | None, others: Sequence[str] = ()
-) -> tuple[TrainConfig, pathlib.Path] | None:
-    """Returns the validated configuration and the work directory; None after `--help`, which is printed.
+) -> tuple[TrainConfig, pathlib.Path | str] | None:
+    """Returns the validated configuration and the work directory, a text if it is a URL; None after `--help`, which is printed.
 
     Args:
         argv: The program's name and its arguments.
@@ -68,7 +69,10 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     faults: list[str] = []
     values = flags.FlagValues()
     flags.DEFINE_string(
-        "workdir", None, "The folder of the results. Default: runs/NAME_OF_THE_CONFIG_FILE.", flag_values=values
+        "workdir",
+        None,
+        "The folder of the results, or its URL (s3://bucket/run). Default: runs/NAME_OF_THE_CONFIG_FILE.",
+        flag_values=values,
     )
     overwrite = "Train again in the work directory of a finished run, whose results are replaced at the end."
     flags.DEFINE_bool("overwrite", False, overwrite, flag_values=values)
@@ -102,12 +106,9 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     others_set = _set_all(config, arguments, faults, others)
     make_floats(config)
     workdir = others_set.get("workdir") or f"runs/{pathlib.Path(path).stem}"
-    if "://" in workdir:
-        faults.append(
-            f"workdir must be a folder of this machine. Received: {format_value(workdir)}; mount it, or use backup.dir and export.dir, "
-            "which take such addresses."
-        )
-    return Command(config, pathlib.Path(workdir), faults, others_set.get("overwrite", False))
+    faults += storage.faults("workdir", workdir)
+    folder = workdir.rstrip("/") if storage.is_url(workdir) else pathlib.Path(workdir)
+    return Command(config, folder, faults, others_set.get("overwrite", False))
 
 
 def _split_flag(argument: str) -> tuple[str, str | None]:

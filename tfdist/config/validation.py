@@ -19,6 +19,7 @@ from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
 from tfdist.config.train import PRECISIONS, TrainConfig, default_options
 from tfdist.errors import ConfigError, format_value, unknown_name_message
+from tfdist.runtime import storage
 
 NAN_POLICIES = ("ignore", "stop", "skip")  # for a step whose loss or gradient is not finite
 _COUNT = Range(1, MOST_STEPS)
@@ -142,12 +143,11 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
                 yield fault
     if typed("precision") and config.precision not in PRECISIONS:
         yield unknown_name_message("precision", config.precision, PRECISIONS)
-    if (
-        typed("initial_weights")
-        and config.initial_weights
-        and not config.initial_weights.endswith((".weights.h5", ".keras"))
-    ):
-        yield f"initial_weights must be a file .weights.h5 or .keras. Received: {format_value(config.initial_weights)}."
+    if typed("initial_weights") and (path := config.initial_weights):
+        url_faults = list(storage.faults("initial_weights", path))
+        yield from url_faults
+        if not url_faults and not path.endswith((".weights.h5", ".keras")):
+            yield f"initial_weights must be a file .weights.h5 or .keras. Received: {format_value(path)}."
     if typed("callbacks"):
         yield from (callback_faults := list(callbacks.faults(config.callbacks)))
         if not callback_faults and typed("task", "epochs", "validation_freq", "optimizer"):

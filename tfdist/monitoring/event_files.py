@@ -57,7 +57,7 @@ class Run:
     a step that is written again replaces the curves from that step on.
 
     Args:
-        folder: A path for `tf.io.gfile`.
+        folder: A local folder.
     """
 
     def __init__(self, folder: str):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-import pathlib
+import os
 import time
 from typing import Any
 
@@ -16,8 +16,8 @@ from tfdist.config import TrainConfig
 from tfdist.monitoring import compression_report, side_summaries
 from tfdist.monitoring.network import WireBytes
 from tfdist.monitoring.throughput import Throughput
-from tfdist.runtime import progress
-from tfdist.runtime.files import WriteError, write_error_reason, write_file
+from tfdist.runtime import progress, storage
+from tfdist.runtime.files import WriteError, write_error_reason
 
 
 def summarize(
@@ -103,21 +103,26 @@ def finite_or_none(value: Any) -> Any:
     return np.where(np.isfinite(values), values.astype(object), None).tolist()  # type: ignore[call-overload]
 
 
-def write_json(path: pathlib.Path, value: dict[str, Any]) -> None:
+def write_json(path: str | os.PathLike[str], value: dict[str, Any]) -> None:
     """Writes a JSON file under another name and then renames it, so that readers never see an incomplete file.
 
     Args:
-        path: The file; its folder is created.
+        path: The file, or its URL; its folder is created.
         value: The value to write. Types that JSON does not have are written as strings.
 
     Raises:
         WriteError: The file cannot be written.
     """
     text = json.dumps(value, indent=2, default=str) + "\n"  # a task's options may be anything
+    path = os.fspath(path)
     try:
-        path.parent.mkdir(parents=True, exist_ok=True)
-        write_file(path, text.encode())
+        storage.make_folder(os.path.dirname(path))
+        storage.with_retries(lambda: storage.write(path, text.encode()))
     except OSError as e:
+        if storage.is_url(path):
+            raise WriteError(
+                f"{storage.reason(e)}. Fix the storage, and run the same command again, which continues from its backup."
+            ) from e
         raise WriteError(
             f"cannot write {path}: {write_error_reason(e)}. The old file is unchanged. Free the disk, and run the same command again, "
             "which continues from its backup."

@@ -30,6 +30,7 @@ from tfdist.monitoring.meter import (
     WireMeter,
 )
 from tfdist.monitoring.throughput import Throughput
+from tfdist.runtime import mirror, storage
 from tfdist.runtime.log import logger
 
 _Result = TypeVar("_Result")
@@ -53,7 +54,8 @@ class TensorBoard(keras.callbacks.Callback):
     shows them. If the folder cannot be written, the callback warns once and writes no more curves; the training continues.
 
     Args:
-        log_dir: The folder, a path for `tf.io.gfile`; only for this training, and the same on all workers.
+        log_dir: The folder, or its URL (`s3://bucket/logs`); only for this training, and the same on all workers. The files for a URL are
+            written to a local folder and uploaded every few seconds. A failing upload logs a warning and is tried again.
         update_freq: Number of steps between two writes of the values by step; "batch" means 1, and "epoch" means no values by step.
         global_batch_size: Examples per step over all replicas. None means the batch size of the data of `Trainer.fit`;
             if it is unknown, `perf/examples_per_second` is not written.
@@ -88,6 +90,8 @@ class TensorBoard(keras.callbacks.Callback):
     ):
         super().__init__()
         self.log_dir = os.fspath(log_dir)
+        if faults := list(storage.faults("log_dir of TensorBoard", self.log_dir)):
+            raise ConfigError(faults)
         self.global_batch_size = global_batch_size
         self.fit_batch_size: int | None = None
         self._hparams = hparams
@@ -118,6 +122,7 @@ class TensorBoard(keras.callbacks.Callback):
         self._executions = 0  # of this training in this process
         self._is_listed = False  # whether the tab "HParams" lists this training
         self._first_rate: Any = None  # the learning rate of the first step
+        self._folder = ""  # of the files: `log_dir`, or its local mirror
         self._local_run = ""  # the run with the measurements of this task
         self._is_chief = True
         self._owns_files = False  # whether the files in the runs belong to this training
@@ -133,7 +138,13 @@ class TensorBoard(keras.callbacks.Callback):
         if resolver and not self._strategy.extended.should_save_summary:
             self._is_chief, names = False, [f"{resolver.task_type}-{resolver.task_id}"]
         self._local_run = names[0]
-        self._runs = {name: self._runs.get(name) or Run(os.path.join(self.log_dir, name)) for name in names}
+        self._folder = self.log_dir
+        if storage.is_url(self.log_dir):
+            own = tuple(f"{name}/" for name in names)
+            self._folder = str(
+                mirror.opened(self.log_dir.rstrip("/"), "log_dir", lambda path: path.startswith(own)).folder
+            )
+        self._runs = {name: self._runs.get(name) or Run(os.path.join(self._folder, name)) for name in names}
         for meter in self._meters:
             meter.begin(model, self._is_chief)
 
@@ -230,7 +241,7 @@ class TensorBoard(keras.callbacks.Callback):
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._profiler.is_off:
             return
-        folder, steps = os.path.join(self.log_dir, self._local_run), getattr(self.model, "steps_per_execution", 1)
+        folder, steps = os.path.join(self._folder, self._local_run), getattr(self.model, "steps_per_execution", 1)
         self._try(self._profiler.before_execution, folder, self._throughput.steps, steps)
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -280,6 +291,8 @@ class TensorBoard(keras.callbacks.Callback):
             self._try(self._runs["hparams"].write_summary, side_summaries.hparams_end())
         for run in self._runs.values():
             self._try(run.close)
+        if storage.is_url(self.log_dir):
+            mirror.settle()
 
     def _flush(self) -> None:
         for run in self._runs.values():

@@ -14,7 +14,7 @@ import pathlib
 import shutil
 
 from tfdist.errors import ConfigError
-from tfdist.runtime import progress
+from tfdist.runtime import progress, storage
 from tfdist.runtime.files import read_file, write_file
 from tfdist.runtime.ownership import Ownership
 
@@ -36,7 +36,7 @@ def put_off(backup_dir: str, rank: int) -> bool:
         Whether the supervisor will remove them; False if the task must do so now.
     """
     note = progress.backup_note(backup_dir)
-    if note is None or "://" in backup_dir or _with(note, progress.REUSED).exists():
+    if note is None or storage.is_url(backup_dir) or _with(note, progress.REUSED).exists():
         return False
     if rank == 0:
         path = os.path.abspath(backup_dir)
@@ -57,7 +57,7 @@ def is_put_off(backup_dir: str) -> bool:
 def take_back(backup_dir: str) -> list[str]:
     """Withdraws the notes of `backup_dir` and its subfolders; returns these folders, whose backups the caller must remove."""
     note = progress.backup_note(backup_dir)
-    if note is None or "://" in backup_dir:
+    if note is None or storage.is_url(backup_dir):
         return []
     top, folders = os.path.abspath(backup_dir), []
     for path in note.parent.glob(f"*{_NOW}"):
@@ -109,11 +109,20 @@ def remove_noted(backup_dir: str, names: list[str]) -> None:
 
 
 def remove_backups(backup_dir: str | os.PathLike[str]) -> None:
-    """Removes all backups in a local folder. A partly removed backup, as after `kill -9`, counts as removed.
+    """Removes all backups in a folder. A partly removed backup, as after `kill -9`, counts as removed.
 
     Raises:
         OSError: The backups cannot be removed.
     """
+    if storage.is_url(backup_dir):
+        url = os.fspath(backup_dir)
+        for name in storage.list_folder(url):
+            if name in _LISTS:
+                storage.remove(os.path.join(url, name))
+            elif name.startswith(_BACKUPS):
+                storage.remove(os.path.join(url, name, "manifest.json"))
+                storage.remove_tree(os.path.join(url, name))
+        return
     folder = pathlib.Path(backup_dir)
     for name in _LISTS:
         (folder / name).unlink(missing_ok=True)

@@ -7,6 +7,7 @@ this also works where each container has its own process ids.
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import fcntl
 import os
@@ -24,8 +25,9 @@ from tfdist.runtime.log import logger
 
 _OF_ALL_PROCESSES = "/tmp"  # not TMPDIR, which may differ
 _NEW = "tfdist-new-"  # prefix of folders that have no lock yet
-_folders: set[str] = set()  # the folders of this process
+_folders: set[str] = set()  # the folders of this process, which a thread may still use when the process ends
 _warned: set[str] = set()
+_process = os.getpid()
 
 
 @contextlib.contextmanager
@@ -53,6 +55,14 @@ def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterato
         _warned.discard(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
+
+
+@atexit.register
+def _remove_all() -> None:
+    if os.getpid() != _process:  # a forked child: the folders are its parent's
+        return
+    for folder in list(_folders):
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def user_folder() -> str | None:

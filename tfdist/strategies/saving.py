@@ -28,13 +28,14 @@ import tensorflow as tf
 from tfdist.aliases import Function
 from tfdist.cluster import ClusterSpec, reachability
 from tfdist.compat import keras_internals, tf_cluster, tf_internals
-from tfdist.runtime import temporary
+from tfdist.runtime import storage, temporary
 from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.strategies.base import KerasStrategy
 
 Method = Function
 
 _PARTIAL = ".partial"
+MARK = "saved_model.pb"  # without it, no program loads a SavedModel
 _KNOWN_SECONDS = 60.0  # limit for reading a text that has been published
 _FILES = (".weights.h5", ".h5", ".hdf5", ".keras")
 # Raised if a parameter server with a variable is lost; these are not errors of the file.
@@ -107,6 +108,10 @@ def _save_beside(save: Callable[[str], object], path: str) -> None:
 
 def _save_shards(save: Callable[[str], object], path: str) -> None:
     """Saves sharded weights through a folder beside `path`: the index file names the other files, so their names must not change."""
+    if storage.is_url(path):
+        with _uploading(path, last=".json") as local:
+            save(local)
+        return
     partial = f"{path}.{uuid.uuid4().hex[:8]}{_PARTIAL}"
     try:
         tf.io.gfile.makedirs(partial)
@@ -193,7 +198,7 @@ def by_one(
         strategy.statistics.synchronize()
     cluster, task = strategy.cluster_task
     tasks = cluster.training_tasks()
-    path = os.path.abspath(path) if "://" not in path else path
+    path = path if storage.is_url(path) else os.path.abspath(path)
     when = path, strategy.executions
     _saves[when] += 1
     key = f"tfdist/saved/{strategy.executions}/{_saves[when]}/{path}"
@@ -229,6 +234,10 @@ def _wait_for_first(cluster: ClusterSpec, key: str) -> str:
 
 def _files_at(path: str) -> str:
     """Returns names, sizes and times of the files of a folder or a checkpoint; empty if there are no files."""
+    if storage.is_url(path):
+        folder, name = os.path.split(path)
+        below = {file: size for file, size in storage.list_files(folder).items() if file.startswith(name)}
+        return " ".join(f"{file}:{size}" for file, size in sorted(below.items()))
     isdir = tf.io.gfile.isdir(path)
     paths = [os.path.join(path, name) for name in tf.io.gfile.listdir(path)] if isdir else [f"{path}.index", path]
     described = []
@@ -243,12 +252,17 @@ def _files_at(path: str) -> str:
 def beside(path: str | os.PathLike[str]) -> Iterator[str]:
     """Yields a path beside `path`; a file, folder or checkpoint written to it replaces the one at `path`.
 
-    Each file is replaced atomically, so that a reader never sees an incomplete file, whichever tasks write it.
+    Each file is replaced atomically, so that a reader never sees an incomplete file, whichever tasks write it. For a URL the path is
+    in a temporary folder, whose files are uploaded at the end.
 
     Raises:
         WriteError: The path cannot be written. In a temporary folder, which is not read, one warning is logged instead.
     """
     path = os.fspath(path).rstrip("/")
+    if storage.is_url(path):
+        with _uploading(path) as local:
+            yield local
+        return
     suffix = next((ending for ending in _FILES if path.endswith(ending)), os.path.splitext(path)[1])
     partial = f"{path.removesuffix(suffix)}.{uuid.uuid4().hex[:8]}{_PARTIAL}{suffix}"
     try:
@@ -268,8 +282,46 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
                 remove(old_path)
 
 
+@contextlib.contextmanager
+def _uploading(path: str, last: str = MARK) -> Iterator[str]:
+    """Yields a local path; a file, folder or checkpoint written to it is uploaded to the URL `path`.
+
+    The file at the top whose name ends with `last` marks the others as complete: of a folder that exists it is removed first, and it is
+    uploaded last. After an interrupted upload no program loads the mixture.
+    """
+    url, name = os.path.split(path)
+    try:
+        with temporary.temporary_folder() as folder:
+            os.mkdir(
+                written := os.path.join(folder, _PARTIAL)
+            )  # Keras' writers in `save` see that they write to a partial file
+            yield os.path.join(written, name)
+            files = [
+                os.path.relpath(os.path.join(parent, file), written)
+                for parent, _, names in os.walk(written)
+                for file in names
+            ]
+            files.sort(
+                key=lambda file: (file.endswith(last), -file.count("/"), file)
+            )  # a checkpoint's index comes after its data
+            if any("/" in file for file in files):
+                storage.with_retries(lambda: storage.remove(f"{path}/{last}"))
+            for file in files:
+                storage.with_retries(functools.partial(storage.upload, os.path.join(written, file), f"{url}/{file}"))
+    except _TASK_ERRORS:
+        raise
+    except WriteError:
+        raise
+    except (OSError, tf.errors.OpError) as e:
+        raise write_error(path, e) from e
+
+
 def write_error(path: str, error: BaseException) -> WriteError:
     """Returns the error for a path that could not be saved to."""
+    if storage.is_url(path) and isinstance(error, (storage.StorageError, FileNotFoundError)):
+        return WriteError(
+            f"{storage.reason(error)}. Nothing was replaced by an incomplete file. Fix the storage, and save again."
+        )
     return WriteError(
         f"cannot write {path}: {write_error_reason(error)}. The old file is unchanged. Free the disk or choose another path, and save again."
     )
@@ -291,10 +343,9 @@ def _put(written: str, path: str) -> None:
     if not tf.io.gfile.isdir(written):
         tf.io.gfile.rename(written, path, overwrite=True)
         return
-    if "://" not in path:
-        with contextlib.suppress(tf.errors.OpError):  # the folder exists
-            tf.io.gfile.rename(written, path)
-            return
+    with contextlib.suppress(tf.errors.OpError):  # the folder exists
+        tf.io.gfile.rename(written, path)
+        return
     for folder, _, files in tf.io.gfile.walk(written, topdown=False):
         target = path + folder.rstrip("/").removeprefix(written)
         tf.io.gfile.makedirs(target)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
 import keras
@@ -14,7 +15,9 @@ from tfdist.aliases import Logs
 from tfdist.config import TrainConfig
 from tfdist.config import callbacks as callbacks_lib
 from tfdist.errors import ConfigError, describe_error, format_value, unknown_name_message
+from tfdist.runtime import storage
 from tfdist.runtime.files import check_opens, write_error_reason
+from tfdist.runtime.temporary import temporary_folder
 from tfdist.training import task_checks
 from tfdist.training.trainer import Trainer
 
@@ -39,9 +42,9 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
     if not (path := config.initial_weights):
         return
     try:
-        check_opens(path)
-        with trainer.scope():
-            model.load_weights(path)
+        with local_copy(path) as local, trainer.scope():
+            check_opens(local)
+            model.load_weights(local)
     except Exception as e:  # readers raise many types for a file of another format
         raise ConfigError(
             f"initial_weights {path!r} cannot be loaded into model {model.name!r}: {describe_error(e).rstrip('.')}. Give a file of this model's weights, "
@@ -49,11 +52,23 @@ def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Mod
         ) from e
 
 
+@contextlib.contextmanager
+def local_copy(path: str) -> Iterator[str]:
+    """Yields the local path of a file: `path`, or a temporary copy of the file at a URL. Raises OSError if it cannot be read."""
+    if not storage.is_url(path):
+        yield path
+        return
+    with temporary_folder() as folder:
+        local = os.path.join(folder, os.path.basename(path))
+        storage.with_retries(lambda: storage.download(path, local))
+        yield local
+
+
 def make_export_folder(path: str) -> None:
     """Creates the folder of exported models before the training. Raises ConfigError if it cannot be created."""
     try:
-        tf.io.gfile.makedirs(path)
-    except (OSError, tf.errors.OpError) as e:
+        storage.make_folder(path)
+    except OSError as e:
         raise ConfigError(
             f"export.dir must be a folder that can be written to. Received: {format_value(path)} ({write_error_reason(e)})."
         ) from e
@@ -98,14 +113,28 @@ class MonitoredMetrics(keras.callbacks.Callback):
             raise ConfigError(unknown_name_message(f"metric of callback {by[missing[0]]}", missing[0], known))
 
 
-def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.callbacks.Callback]:
-    """Creates the callbacks of a configuration. Raises ConfigError if a callback cannot be created or, on the chief, cannot write its file."""
+def build_callbacks(
+    config: TrainConfig, is_chief: bool = True, mirrored: tuple[str, str] = ("", "")
+) -> list[keras.callbacks.Callback]:
+    """Creates the callbacks of a configuration.
+
+    Args:
+        config: The configuration.
+        is_chief: Whether this task writes the callbacks' files.
+        mirrored: The work directory if it is a URL, and its local mirror, in which callbacks write the files of the URL.
+
+    Raises:
+        ConfigError: A callback cannot be created or, on the chief, cannot write its file.
+    """
     callbacks: list[keras.callbacks.Callback] = []
     if monitored := list(callbacks_lib.monitored(config.callbacks)):
         has_custom = any(":" in name for name, _ in callbacks_lib.parse(config.callbacks))
         callbacks.append(MonitoredMetrics(monitored, at_once=not has_custom))
     for name, arguments in callbacks_lib.parse(config.callbacks):
         make = callbacks_lib.resolve(name)
+        written = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}.get(name, "")
+        if written and storage.is_url(path := arguments[written]):
+            arguments[written] = _mirrored_path(path, *mirrored)
         try:
             callback = make(**arguments)
         except Exception as e:
@@ -116,7 +145,6 @@ def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.ca
             raise ConfigError(
                 f"callback {name!r} must return a keras.callbacks.Callback. Received: {format_value(callback)}."
             )
-        written = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}.get(name, "")
         if is_chief and written and (why := _why_not_writable(arguments[written], name == "ModelCheckpoint")):
             raise ConfigError(
                 f"callbacks: {written} of {name} must be a file that can be written. Received: {format_value(arguments[written])} ({why})."
@@ -125,17 +153,26 @@ def build_callbacks(config: TrainConfig, is_chief: bool = True) -> list[keras.ca
     return callbacks
 
 
+def _mirrored_path(path: str, url: str, folder: str) -> str:
+    if not url or not path.startswith(f"{url}/"):
+        raise ConfigError(
+            f"callbacks: Keras' callbacks write to local files. Received: {format_value(storage.shown(path))}. Give a local path, or one below "
+            f"the work directory, if --workdir is a URL{f', such as {url}/log.csv' if url else ''}."
+        )
+    local = os.path.join(folder, path.removeprefix(f"{url}/"))
+    os.makedirs(os.path.dirname(local.partition("{")[0]), exist_ok=True)
+    return local
+
+
 def _why_not_writable(path: str, is_pattern: bool) -> str:
     """Returns why a file cannot be written, or an empty text. Creates a missing file; for a pattern with placeholders creates only its folder."""
     if is_pattern:
         folder = os.path.dirname(path.partition("{")[0]) or "."
         try:
-            tf.io.gfile.makedirs(folder)
-        except (OSError, tf.errors.OpError) as e:
+            os.makedirs(folder, exist_ok=True)
+        except OSError as e:
             return write_error_reason(e)
-        return "" if "://" in folder or os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
-    if "://" in path:
-        return ""
+        return "" if os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
     try:
         check_opens(path)
         with open(path, "ab"):

@@ -22,7 +22,7 @@ from tfdist.errors import ConfigError
 from tfdist.monitoring.event_files import BY_ITERATIONS, Run
 from tfdist.monitoring.summary import finite_or_none
 from tfdist.monitoring.tensorboard import is_number
-from tfdist.runtime import progress
+from tfdist.runtime import progress, storage
 from tfdist.runtime.files import open_own, read_file
 from tfdist.runtime.log import logger
 from tfdist.training import configured, task_checks
@@ -37,10 +37,17 @@ _SETTLES_WITHIN = (
 )
 
 
-def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> None:
+def evaluate_backups(config: TrainConfig, workdir: pathlib.Path | str, logs: pathlib.Path, task: str) -> None:
     """Evaluates the backups of a training run of other processes, on one device, until that run has finished.
 
-    Raises ConfigError without validation data.
+    Args:
+        config: The configuration of the run.
+        workdir: The work directory of the run, a path or a URL.
+        logs: The local folder of the results: `workdir`, or the mirror of the URL.
+        task: The name of this task.
+
+    Raises:
+        ConfigError: There is no validation data.
     """
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)
@@ -51,14 +58,14 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path, task: str) -> N
         raise ConfigError(f"The evaluator needs validation data, but eval_data() of task {config.task!r} returns None.")
     model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # the optimizer is never used
     backup_dir = backup_arguments(config, workdir)["backup_dir"]
-    Evaluator(model, data, backup_dir, workdir, task, final_differs=config.optimizer.use_ema).run()
+    Evaluator(model, data, backup_dir, workdir, task, config.optimizer.use_ema, logs).run()
 
 
 class Evaluator:
     """A loop that evaluates the backups of another process's training run. It joins no collective and writes no backup.
 
     The model was built in the scope of a trainer of one device, and compiled. `final_differs` says whether the trained model's weights
-    differ from those of the last backup.
+    differ from those of the last backup. `logs` is the folder of the results, if it is not `workdir`.
     """
 
     def __init__(
@@ -66,15 +73,16 @@ class Evaluator:
         model: keras.Model,
         data: tf.data.Dataset,
         backup_dir: str,
-        workdir: pathlib.Path,
+        workdir: pathlib.Path | str,
         task: str,
         final_differs: bool,
+        logs: pathlib.Path | None = None,
     ):
         self._model, self._data = model, data
         self._storage = Storage(backup_dir, 0, 1)
-        self._workdir = workdir
+        self._workdir = os.fspath(workdir)
         self._final_differs = final_differs
-        self._log = EvaluationLog(workdir, task)
+        self._log = EvaluationLog(logs or pathlib.Path(workdir), task)
         self._progress = progress.Progress(task)
         self._signs_of_life = keras.callbacks.LambdaCallback()
         self._signs_of_life.on_test_batch_end = lambda batch, logs=None: self._progress.touch()
@@ -104,11 +112,11 @@ class Evaluator:
 
     def _summary(self) -> dict[str, Any] | None:
         """Returns the summary of the training once it has finished, else None. Ignores the file of an earlier training."""
-        path = self._workdir / "summary.json"
+        path = os.path.join(self._workdir, "summary.json")
         try:
-            begun = max((self._workdir / "config.json").stat().st_mtime, progress.launched())
-            return json.loads(read_file(path)) if path.stat().st_mtime >= begun else None
-        except FileNotFoundError:
+            begun = max(storage.modified(os.path.join(self._workdir, "config.json")) / 1e9, progress.launched())
+            return json.loads(storage.read(path)) if storage.modified(path) / 1e9 >= begun else None
+        except (FileNotFoundError, storage.PassingError):  # it is read again soon
             return None
 
     def _new_backups(self) -> Iterator[tuple[SavePoint, Mapping[str, Any], Any]]:
@@ -145,12 +153,12 @@ class Evaluator:
         training, step = summary.get("training") or "", summary["steps"]
         if self._log.contains(training, step, MODEL if self._final_differs else ""):
             return
-        path = self._workdir / MODEL
-        with warnings.catch_warnings():
+        path = os.path.join(self._workdir, MODEL)
+        with warnings.catch_warnings(), configured.local_copy(path) as local:
             # The optimizer has no slots here, as it trains nothing.
             warnings.filterwarnings("ignore", message="Skipping variable loading for optimizer")
-            self._model.load_weights(path)
-        self._evaluate(training, step, summary["epochs"], MODEL, str(path))
+            self._model.load_weights(local)
+        self._evaluate(training, step, summary["epochs"], MODEL, path)
 
     def _evaluate(self, training: str, step: int, epoch: int, backup: str, path: str) -> None:
         self._progress.write(done=step, epoch=epoch)

@@ -11,11 +11,12 @@ from typing import Any
 
 import keras
 import numpy as np
-import tensorflow as tf
 
 from tfdist.aliases import Logs
 from tfdist.config.export import rises
 from tfdist.errors import ConfigError, unknown_name_message
+from tfdist.runtime import storage
+from tfdist.runtime.files import WriteError, write_error_reason, write_file
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger
 from tfdist.strategies import model_methods, saving
@@ -30,14 +31,14 @@ class ExportBest(keras.callbacks.Callback):
         trainer.fit(model, data, validation_data=validation, epochs=9, callbacks=[tfdist.ExportBest("models/digits")])
 
     Each export is a SavedModel in its own folder, `PATH/1`, `PATH/2` and so on; TensorFlow Serving loads the highest number in
-    `PATH`. An export appears there complete, in one step; then earlier exports of this class are removed. Its file
+    `PATH`. An export appears there complete, in one step; at a URL its `saved_model.pb` appears last. Then earlier exports of this class are removed. Its file
     `assets.extra/tfdist.json` holds the epoch and the metrics. A training that resumes from a backup remembers the best
     value. A new training replaces the export of the previous training at the end of its first epoch.
 
     Give it to all workers or to the chief alone: the chief writes.
 
     Args:
-        path: The folder.
+        path: The folder, or its URL (`s3://bucket/models`).
         monitor: The metric's name in the logs of an epoch. For a `val_` metric, epochs without validation are skipped.
         mode: Whether the metric should fall (`"min"`) or rise (`"max"`); `"auto"` decides by the metric's name.
 
@@ -112,39 +113,62 @@ class ExportBest(keras.callbacks.Callback):
     def _export(self, epoch: int, metrics: dict[str, float]) -> None:
         version = max(newest_version(self.path), self._version or 0) + 1
         path = os.path.join(self.path, str(version))
-        tf.io.gfile.makedirs(self.path)
+        try:
+            storage.make_folder(self.path)
+        except OSError as e:
+            raise saving.write_error(path, e) from e
         with during("saving"), saving.beside(path) as partial:
             saving.outside_of_scopes(model_methods.keras_own("export"), self.model, partial, verbose=False)
-            tf.io.gfile.makedirs(os.path.dirname(os.path.join(partial, _ABOUT)))
-            with tf.io.gfile.GFile(os.path.join(partial, _ABOUT), "w") as file:
-                file.write(json.dumps({"by": self._by, "epoch": epoch + 1, "metrics": metrics}))
+            about = os.path.join(partial, _ABOUT)
+            os.makedirs(os.path.dirname(about), exist_ok=True)
+            write_file(about, json.dumps({"by": self._by, "epoch": epoch + 1, "metrics": metrics}).encode())
         self._version = version
         logger.info(f"exported the model of epoch {epoch + 1} ({self.monitor} {metrics[self.monitor]:.6g}) to {path}")
-        self._remove_others(version)
+        try:
+            self._remove_others(version)
+        except OSError as e:
+            why = storage.reason(e) if storage.is_url(self.path) else write_error_reason(e)
+            logger.warning(f"earlier exports in {self.path} are not removed now: {why}; the next export removes them")
 
     def _remove_others(self, version: int) -> None:
-        """Removes this class's exports before `version`."""
-        for name in _names(self.path):
-            if name.isdecimal() and int(name) != version and self._about(name):
-                # Rename it first: if this process ends during the removal, no incomplete model keeps a number.
-                partial_path = f"{name}.{uuid.uuid4().hex[:8]}.partial"
-                tf.io.gfile.rename(os.path.join(self.path, name), os.path.join(self.path, partial_path))
+        """Removes this class's exports before `version`. If this process ends meanwhile, no incomplete model keeps a number."""
+        earlier = [
+            name for name in _names(self.path) if name.isdecimal() and int(name) != version and self._about(name)
+        ]
+        for name in earlier:
+            old_path = os.path.join(self.path, name)
+            if storage.is_url(self.path):  # renaming would copy the files
+                storage.remove(os.path.join(old_path, saving.MARK))
+                storage.remove_tree(old_path)
+            else:
+                storage.rename(old_path, os.path.join(self.path, f"{name}.{uuid.uuid4().hex[:8]}.partial"))
         for name in filter(_PARTIAL.fullmatch, _names(self.path)):
-            tf.io.gfile.rmtree(os.path.join(self.path, name))
+            storage.remove_tree(os.path.join(self.path, name))
 
     def _about(self, version: int | str) -> dict[str, Any] | None:
         """Returns the description in an export; None if this class has not written it."""
         try:
-            with tf.io.gfile.GFile(os.path.join(self.path, str(version), _ABOUT)) as file:
-                return json.loads(file.read())
-        except tf.errors.OpError:
+            return json.loads(storage.read(os.path.join(self.path, str(version), _ABOUT)))
+        except (FileNotFoundError, NotADirectoryError):
             return None
 
 
 def newest_version(path: str | os.PathLike[str]) -> int:
-    """Returns the highest number that names a folder in `path`, or 0."""
-    return max((int(name) for name in _names(path) if name.isdecimal()), default=0)
+    """Returns the highest number that names a folder in `path`, or 0.
+
+    Raises:
+        WriteError: The folder is at a URL that cannot be read.
+    """
+    try:
+        return max((int(name) for name in _names(os.fspath(path)) if name.isdecimal()), default=0)
+    except storage.StorageError as e:
+        raise WriteError(
+            f"{storage.reason(e)}. Models cannot be exported there: fix the storage, and run again."
+        ) from e
 
 
-def _names(path: str | os.PathLike[str]) -> list[str]:
-    return [name.rstrip("/") for name in tf.io.gfile.listdir(path)] if tf.io.gfile.isdir(path) else []
+def _names(path: str) -> list[str]:
+    try:
+        return storage.with_retries(lambda: storage.list_folder(path))
+    except (FileNotFoundError, NotADirectoryError):
+        return []

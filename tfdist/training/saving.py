@@ -7,9 +7,9 @@ from collections.abc import Callable
 from typing import Any
 
 import keras
-import tensorflow as tf
 
 from tfdist.errors import ClusterError, ConfigError, describe_error
+from tfdist.runtime import storage
 from tfdist.strategies import model_methods, saving
 from tfdist.training.loop_context import LoopContext
 
@@ -53,13 +53,13 @@ def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> Non
 
 def _make_folder(path: str) -> None:
     try:
-        tf.io.gfile.makedirs(os.path.dirname(path) or ".")
-    except (OSError, tf.errors.OpError) as e:
+        storage.make_folder(os.path.dirname(path) or ".")
+    except OSError as e:
         raise saving.write_error(path, e) from e
 
 
 def _save(model: keras.Model, path: str, overwrite: bool = True, **kwargs: Any) -> None:
-    if not overwrite and tf.io.gfile.exists(path):
+    if not overwrite and storage.exists(path):
         raise FileExistsError(f"path {path!r} exists, and overwrite=False was given.")
     with saving.beside(path) as partial:
         saving.outside_of_scopes(model_methods.keras_own("save"), model, partial, **kwargs)

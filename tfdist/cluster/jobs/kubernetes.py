@@ -15,12 +15,12 @@ from tfdist.errors import format_value
 from tfdist.runtime.process_end import FAULTY_CONFIG, PREEMPTED
 
 
-def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[str], job: Job) -> str:
+def manifests(config: TrainConfig, workdir: pathlib.PurePath | str, arguments: Sequence[str], job: Job) -> str:
     """Returns the manifests of an Indexed Job, and of a headless service that resolves the pods' names.
 
     Args:
         config: The configuration of the run.
-        workdir: The folder of the results, at which the volume is mounted.
+        workdir: The folder of the results, at which the volume is mounted, or its URL (a text), which needs no volume.
         arguments: The flags of `tfdist train` for `config` and `workdir`.
         job: The resources and names.
 
@@ -31,7 +31,7 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
     import yaml
 
     relative = f"workdir must be an absolute path, where the volume is mounted. Received: {format_value(str(workdir))}."
-    check(config, job, "" if workdir.is_absolute() else relative)
+    check(config, job, "" if isinstance(workdir, str) or workdir.is_absolute() else relative)
     size = tasks(config)
     labels = {"app.kubernetes.io/name": job.name}
     resources: dict[str, Any] = {"cpu": str(job.cpus), "memory": f"{job.memory}i"}
@@ -47,15 +47,18 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
         ],
         "ports": [{"containerPort": environment.PORT, "name": "tensorflow"}],
         "resources": {"requests": resources, "limits": limits},
-        "volumeMounts": [{"name": "work", "mountPath": str(workdir)}],
     }
     pod = {
         "restartPolicy": "Never",  # the job creates a new pod
         "subdomain": job.name,
         "terminationGracePeriodSeconds": math.ceil(config.grace_seconds) + 5,
         "containers": [container],
-        "volumes": [{"name": "work", "persistentVolumeClaim": {"claimName": job.claim}}],
     }
+    needs = f"# Needs access to {workdir} from the pods, such as by a service account; no volume.\n"
+    if not isinstance(workdir, str):
+        needs = f"# Needs a PersistentVolumeClaim {job.claim} that all pods can read and write (ReadWriteMany): the work directory is there.\n"
+        container["volumeMounts"] = [{"name": "work", "mountPath": str(workdir)}]
+        pod["volumes"] = [{"name": "work", "persistentVolumeClaim": {"claimName": job.claim}}]
     rules = [
         {"action": "FailJob", "onExitCodes": {"containerName": "train", "operator": "In", "values": [FAULTY_CONFIG]}},
         {"action": "Ignore", "onExitCodes": {"containerName": "train", "operator": "In", "values": [PREEMPTED]}},
@@ -86,8 +89,5 @@ def manifests(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequenc
             "template": {"metadata": {"labels": dict(labels)}, "spec": pod},
         },
     }
-    comments = (
-        f"# Needs a PersistentVolumeClaim {job.claim} that all pods can read and write (ReadWriteMany): the work directory is there.\n"
-        f"# Needs an image {job.image} with Python, tfdist and your code.\n"
-    )
+    comments = f"{needs}# Needs an image {job.image} with Python, tfdist and your code.\n"
     return comments + str(yaml.safe_dump_all([service, training], sort_keys=False))

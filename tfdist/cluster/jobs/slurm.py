@@ -10,12 +10,12 @@ from tfdist.config import TrainConfig
 from tfdist.runtime.process_end import PREEMPTED
 
 
-def script(config: TrainConfig, workdir: pathlib.PurePath, arguments: Sequence[str], job: Job) -> str:
+def script(config: TrainConfig, workdir: pathlib.PurePath | str, arguments: Sequence[str], job: Job) -> str:
     """Returns an sbatch script.
 
     Args:
         config: The configuration of the run.
-        workdir: The folder of the results, which all nodes share.
+        workdir: The folder of the results, which all nodes share, or its URL.
         arguments: The flags of `tfdist train` for `config` and `workdir`.
         job: The resources and names.
 

@@ -1,0 +1,103 @@
+"""`tfdist train --workdir=s3://...`: the files of a run at a URL, after kills and failures of the storage."""
+
+import json
+import os
+import pathlib
+import signal
+import subprocess
+import sys
+
+import fsspec
+import pytest
+from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+from tests.helpers import gate, s3
+from tests.helpers.launched_job import until
+
+ROOT = pathlib.Path(__file__).parents[2]
+EPOCHS = 4
+DETERMINED = ("batch_", "epoch_", "evaluation_", "final/")  # tags of values that two equal runs share
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    with s3.running(tmp_path_factory.mktemp("s3")) as running:
+        yield running
+
+
+def start(workdir, server, *flags, config="digits_multi_worker"):
+    environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
+    command = [sys.executable, "-m", "tfdist", "train", f"--config={config}", f"--workdir={workdir}"]
+    return subprocess.Popen(
+        [*command, f"--config.epochs={EPOCHS}", *flags],
+        cwd=ROOT,
+        env={**environ, "PYTHONPATH": str(ROOT), **server.environ},
+        text=True,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+    )
+
+
+def finish(process):
+    try:
+        return process.communicate(timeout=200)[0]
+    finally:
+        process.kill()
+
+
+def download(server, name, folder):
+    """Copies a folder of the bucket, and returns the local one."""
+    options = {"key": server.environ["AWS_ACCESS_KEY_ID"], "secret": server.environ["AWS_SECRET_ACCESS_KEY"]}
+    files = fsspec.filesystem(
+        "s3",
+        endpoint_url=server.environ["AWS_ENDPOINT_URL"],
+        skip_instance_cache=True,
+        use_listings_cache=False,
+        **options,
+    )
+    files.get(f"{s3.BUCKET}/{name}", str(folder), recursive=True)
+    return folder
+
+
+def curves(folder):
+    """The steps of each curve by run and tag, with the values that do not depend on the time."""
+    read = {}
+    for run in sorted(path for path in (folder / "tensorboard").iterdir() if path.is_dir()):
+        events = EventAccumulator(str(run), {"tensors": 0, "scalars": 0}).Reload()
+        for tag in events.Tags()["tensors"]:
+            if tag.startswith(("batch_", "epoch_", "evaluation_", "final/", "perf/")):
+                read[run.name, tag] = [
+                    (event.step, event.tensor_proto.float_val[0] if tag.startswith(DETERMINED) else None)
+                    for event in events.Tensors(tag)
+                ]
+    return read
+
+
+def test_a_run_at_a_url_whose_processes_are_killed_has_the_files_of_a_local_one(server, tmp_path):
+    local, opened = tmp_path / "local", tmp_path / "open"
+    common = ["--config.backup.save_freq=11", "--config.cluster.workers=2"]
+    reference = start(local, server, *common, gate.flag(tmp_path, 1))
+    process = start(f"{server.url}/run", server, *common, gate.flag(opened, 3))
+    try:
+        printed = finish(reference)
+        assert reference.returncode == 0, printed
+        until(lambda: "run/backup/step-44/manifest.json" in server.files() or process.poll() is not None, 200)
+        process.send_signal(signal.SIGKILL)  # the guardian kills the tasks
+        finish(process)
+        opened.touch()
+        output = finish(process := start(f"{server.url}/run", server, *common, gate.flag(opened, 3)))
+    finally:
+        for each in (reference, process):
+            each.kill()
+            if each.stdout:
+                each.stdout.close()
+    assert process.returncode == 0, output
+    assert f"workdir: {server.url}/run" in output and server.environ["AWS_SECRET_ACCESS_KEY"] not in output
+    folder = download(server, "run", tmp_path / "downloaded")
+    assert {path.name for path in folder.iterdir()} == {path.name for path in local.iterdir() if path.name != "backup"}
+    assert curves(folder) == curves(local)
+    ours, theirs = (json.loads((path / "summary.json").read_text()) for path in (folder, local))
+    for name in ("metrics", "steps", "epochs", "num_replicas", "cluster"):
+        assert ours[name] == theirs[name]
+    assert "Epoch 1/4" in (folder / "logs" / "before" / "worker-0.log").read_text()
+    assert server.environ["AWS_SECRET_ACCESS_KEY"] not in (folder / "config.json").read_text()
