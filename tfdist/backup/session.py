@@ -289,7 +289,7 @@ class BackupSession:
         if snapshot:
             self._last_point = snapshot.point
             self._snapshots.start(snapshot, is_last=True)
-            reason = self._snapshots.settle(is_last=True)
+            reason = self._snapshots.settle()  # one attempt, as the grace is short
         self._check_last(reason)
         with contextlib.suppress(tf.errors.OpError):  # the error of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
