@@ -30,3 +30,46 @@ def test_a_worker_that_is_killed_during_an_upload_loses_nothing_older(tmp_path, 
     assert {name.split("/")[1] for name in s3.files()} == {"checkpoint", "step-30-end"}, "no leftovers"
     output = text + "".join(path.read_text() for path in (tmp_path / "logs").glob("*.log"))
     assert SECRET not in output
+
+
+FIRST, LAST = "/run/step-4/", "/run/step-12-end/"
+
+
+@pytest.mark.parametrize(
+    ("fails", "warned", "error", "kept"),
+    [
+        # The worker's part of the first backup: all agree that it is lost, and the next one is complete.
+        (
+            lambda path: 500 if f"{FIRST}rank-1" in path else None,
+            ("this task's part of the backup step-4 could not be uploaded: ", "(worker:1). The training continues; there is no backup yet; the next"),
+            "",
+            {"step-12", "step-12-end"},
+        ),
+        # Nobody may write the last one: the training has been done, and ends with an error on both.
+        (
+            lambda path: 403 if f"{LAST}rank-1" in path else None,
+            (),
+            f"BackupError: The last backup, step-12-end, could not be uploaded: s3://backups{LAST}rank-1.data-00000-of-00001 cannot be written: no "
+            "permission (AccessDenied of the test) (worker:1). The newest backup is step-12. Check",
+            {"step-8", "step-12"},
+        ),
+        (
+            lambda path: 403 if "rank-1.probe" in path else None,
+            (),
+            "ConfigError: backup_dir 's3://backups/run' cannot be written to: s3://backups/run/rank-1.probe cannot be written: no permission "
+            "(AccessDenied of the test) (worker:1). Does the bucket exist",
+            set(),
+        ),
+    ],
+    ids=["500", "403 at the end", "403 at the start"],
+)  # fmt: skip
+def test_all_workers_decide_the_same_on_a_failed_upload(tmp_path, s3, fails, warned, error, kept):  # noqa: F811
+    s3.rule = lambda method, path, body: fails(path) if method == "PUT" else None
+    results = harness.run("failing_upload_program", WORKERS, tmp_path, f"{s3.url}/run")
+    for mine in results:
+        assert mine["error"].startswith(error) and bool(mine["error"]) == bool(error), mine["error"]
+        assert mine["steps"] == (0 if "ConfigError" in error else 12), "it trains on"
+    output = "".join(path.read_text() for path in (tmp_path / "logs").glob("*.log"))
+    assert all(text in output for text in warned), output
+    assert {name.split("/")[1] for name in s3.files() if name.endswith("manifest.json")} == kept
+    assert SECRET not in output

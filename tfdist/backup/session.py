@@ -289,7 +289,7 @@ class BackupSession:
         if snapshot:
             self._last_point = snapshot.point
             self._snapshots.start(snapshot, is_last=True)
-            reason = self._snapshots.settle(is_last=True)
+            reason = self._snapshots.settle()  # one attempt, as the grace is short
         self._check_last(reason)
         with contextlib.suppress(tf.errors.OpError):  # the error of a rank that could not save
             self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
@@ -301,13 +301,11 @@ class BackupSession:
 
     def _check_last(self, reason: str) -> None:
         """Raises BackupError if the last backup could not be uploaded, for a reason."""
-        if reason:
-            step = self._last_point.step if self._last_point else self.passes.position.step
+        if reason and self._last_point:
             saved = self._snapshots.saved
-            newest = f"the newest backup is that of step {saved.step}" if saved else "there is no backup"
+            newest = f"The newest backup is {saved.folder}" if saved else "There is no other backup"
             raise BackupError(
-                f"The last backup, of step {step}, could not be uploaded: {reason} The state of the training is lost; {newest}. Check the "
-                "storage, and start again."
+                f"The last backup, {self._last_point.folder}, could not be uploaded: {reason}. {newest}. Check the storage, and start again."
             )
 
     def _capture(self, to_host: bool = True) -> Snapshot:

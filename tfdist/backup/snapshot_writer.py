@@ -131,19 +131,18 @@ class SnapshotWriter:
         try:
             self._write(snapshot)
         except BackupError as e:
-            self._why = str(e)
+            self._why = str(e).rstrip(".")
             if not is_last:
                 self._report(snapshot.point)
 
     def _report(self, point: SavePoint) -> None:
         if self._ranks.is_chief:
-            newest = f"the newest backup is that of step {self.saved.step}" if self.saved else "there is no backup yet"
+            newest = f"the newest backup is {self.saved.folder}" if self.saved else "there is no backup yet"
             logger.warning(
-                f"the backup of step {point.step} could not be uploaded: {self._why} The training continues; {newest}; the next one "
-                "will be tried."
+                f"the backup {point.folder} could not be uploaded: {self._why}. The training continues; {newest}; the next one will be tried."
             )
         else:
-            logger.warning(f"this task's part of the backup of step {point.step} could not be uploaded: {self._why}")
+            logger.warning(f"this task's part of the backup {point.folder} could not be uploaded: {self._why}")
 
     def _remove_failed(self, point: SavePoint) -> str:
         """Removes what this rank has uploaded of a backup that failed, so that parts of two attempts do not mix; returns why it cannot."""
@@ -151,7 +150,7 @@ class SnapshotWriter:
             self._storage.remove(point)
             return ""
         except (OSError, ReadError) as e:
-            return f"{first_line(e)}."
+            return first_line(e)
 
     def _write(self, snapshot: Snapshot) -> None:
         """Writes this rank's parts of a snapshot. Raises ConfigError if another run has taken the folder over."""

@@ -126,6 +126,8 @@ class Storage:
         except FileNotFoundError as e:
             raise self._missing(point, prefix) from e
         except OSError as e:
+            if e.filename and files.is_local(e.filename):
+                raise UnreadableBackupError(f"{prefix} cannot be read: {_temporary_error(e.filename, e)}") from e
             raise files.unreadable(prefix, e) from e
 
     def write_manifest(
@@ -256,6 +258,10 @@ class Storage:
                 OSError
             ):  # it has other files, another rank was faster, or it is a volume or in another user's folder
                 os.rmdir(self.folder)
+            return
+        with contextlib.suppress(FileNotFoundError):  # an object store, which has no empty folders
+            if not urls.list_folder(self.folder):
+                urls.remove_tree(self.folder)
 
     def is_complete(self, point: SavePoint) -> bool:
         """Returns whether all ranks have written a backup and no rank has begun to remove it."""
@@ -296,7 +302,7 @@ class Storage:
         while not urls.exists(self.path(point, f"{part}.index")):
             now = time.monotonic()
             if reason := given_up():
-                raise BackupError(reason)
+                raise BackupError(f"another task has failed: {reason}")
             if now - begun > _PARTS_TIMEOUT:
                 raise BackupError(
                     f"{self.path(point, part)}.index has not appeared within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
@@ -323,9 +329,13 @@ def _save_locally(prefix: str, tensors: Mapping[str, Any]) -> None:
     try:
         _save(prefix, tensors)
     except (tf.errors.OpError, OSError) as e:
-        raise WriteError(
-            f"the temporary file {prefix} could not be written ({write_error_reason(e)}). Free its disk, or set TMPDIR to a folder on another one"
-        ) from e
+        raise _temporary_error(prefix, e) from e
+
+
+def _temporary_error(path: str, error: Exception) -> WriteError:
+    return WriteError(
+        f"the temporary file {path} could not be written ({write_error_reason(error)}). Free its disk, or set TMPDIR to a folder on another one"
+    )
 
 
 def _load(prefix: str, shown: str, names: Sequence[str]) -> dict[str, np.ndarray]:

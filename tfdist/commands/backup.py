@@ -90,8 +90,8 @@ def find_backups(path: str) -> tuple[str, pathlib.Path | None]:
         ConfigError: The folder does not exist, or its `config.json` cannot be read.
     """
     if is_url(path):
-        if problems := list(url_faults("DIR", path)):
-            raise ConfigError(problems)
+        if faults := list(url_faults("DIR", path)):
+            raise ConfigError(faults)
         return path, None
     folder = pathlib.Path(path)
     if not path or not folder.is_dir():

@@ -226,7 +226,7 @@ def make_folder(path: str) -> None:
 
 def with_retries(
     work: Callable[[], T],
-    pauses: Sequence[float] = _PAUSES,
+    pauses: Sequence[float] | None = None,
     stop: threading.Event | None = None,
     passing: tuple[type[Exception], ...] = (PassingError,),
 ) -> T:
@@ -234,14 +234,14 @@ def with_retries(
 
     Args:
         work: The function; it may be called several times.
-        pauses: The pauses in seconds.
+        pauses: The pauses in seconds; None means four, 15 s in all.
         stop: Once it is set, there are no further attempts.
         passing: The types of errors after which it is called again.
 
     Raises:
         PassingError: The last attempt failed, too; or another type of `passing`.
     """
-    for pause in pauses:
+    for pause in _PAUSES if pauses is None else pauses:
         try:
             return work()
         except passing as e:
