@@ -2,10 +2,10 @@
 
 import numpy as np
 
-from tfdist.training import input_data
+from tfdist.compat import keras_loops
 
 
 def test_a_generator_loses_nothing():
     batches = ((np.full((2, 1), number, np.float32),) for number in range(20))
-    dataset = input_data.from_generator(batches)
+    dataset = keras_loops.generator_adapter(batches).get_tf_dataset()
     assert [int(x[0, 0]) for (x,) in dataset] == list(range(20))
