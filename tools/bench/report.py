@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from tools.bench.record import Record, read, spread
 
-BENCHES = ("link", "peers", "scale", "accuracy", "codec", "step", "ps", "recovery", "startup")
+BENCHES = ("link", "peers", "scale", "accuracy", "codec", "step", "ps", "recovery", "startup", "inputs")
 FOLDER = pathlib.Path(__file__).parent
 HEAD = """# Results
 
