@@ -27,6 +27,7 @@ from tfdist.replicas.own_batches import split_own_batches
 
 _COMPARED_FIRST, _COMPARED_EVERY = 4, 100  # batches of a pass that are compared: the first ones, and every 100th
 _NONE = -1.0
+_AHEAD = 8  # batches that are read ahead, at least: workers that are ahead compare less often
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
@@ -51,9 +52,9 @@ class Reader:
         check: Callable[[Structure], None],
     ):
         self.digests: dict[int, float] = {}
-        self.error: BaseException | None = None
-        self.count = 0  # batches read
-        self.has_ended = False
+        self._error: BaseException | None = None
+        self._count = 0  # batches read
+        self._has_ended = False
         self._batches, self._most, self._share, self._skipped, self._check = batches, most, share, skipped, check
         self._queue: collections.deque[Structure] = collections.deque()
         self._changed = threading.Condition()
@@ -64,7 +65,7 @@ class Reader:
         """Yields the batches of this worker. Ends at an error, too, which the main thread raises."""
         while True:
             with self._changed:
-                self._changed.wait_for(lambda: self._queue or self.has_ended or self._is_closed)
+                self._changed.wait_for(lambda: self._queue or self._has_ended or self._is_closed)
                 if self._is_closed or not self._queue:
                     return
                 batch = self._queue.popleft()
@@ -74,7 +75,12 @@ class Reader:
     def wait_for(self, count: int) -> None:
         """Waits until `count` batches are read, or the data have ended or failed."""
         with self._changed:
-            self._changed.wait_for(lambda: self.count >= count or self.has_ended)
+            self._changed.wait_for(lambda: self._count >= count or self._has_ended)
+
+    def progress(self) -> tuple[BaseException | None, int, bool]:
+        """Returns the error, if any, the number of batches that were read, and whether there are no more."""
+        with self._changed:
+            return self._error, self._count, self._has_ended
 
     def close(self) -> None:
         """Ends the iteration, and the thread after the batch that it makes now."""
@@ -96,13 +102,14 @@ class Reader:
                         self.digests[number] = digest
                     if number % size == part and number // size >= self._skipped:
                         self._queue.append(batch)
-                    self.count = number + 1
+                    self._count = number + 1
                     self._changed.notify_all()
         except BaseException as e:
-            self.error = e
+            self._error = e
         finally:
+            getattr(self._batches, "close", lambda: None)()  # ends the workers of a PyDataset
             with self._changed:
-                self.has_ended = True
+                self._has_ended = True
                 self._changed.notify_all()
 
 
@@ -133,7 +140,8 @@ class PythonSource(DataSource):
         self._ranks, self._open_batches, self._name = ranks, open_batches, name
         self._per_step, self._most, self._compares = per_step, most, compares
         self._reader: Reader | None = None
-        self._steps = 0  # steps of this pass whose batches are compared
+        self._steps = 0  # steps of this pass that were prepared
+        self._compared = 0  # batches of this pass that all workers have read
         self.check: Callable[[Structure], None] = lambda batch: None
 
     def distribute(self, inner: DataSource, adapter: Any) -> None:
@@ -160,28 +168,37 @@ class PythonSource(DataSource):
         Raises:
             DataError: On all workers: a worker's data have failed, have ended early, or differ.
         """
-        reader, first = self._reader, self._steps * self._per_step[0]
         self._steps += steps
-        if reader is None:
-            return
         needed = self._steps * self._per_step[0]
-        reader.wait_for(needed)
-        compared = [number for number in range(first, needed) if _is_compared(number)] if self._compares else []
-        ended = float(reader.count) if reader.has_ended and reader.count < needed else _NONE
-        digests = [reader.digests.pop(number, _NONE) for number in compared]
-        failed, ends, *columns = self._ranks.gather(float(reader.error is not None), ended, *digests).T
+        if self._reader is None or needed <= self._compared:
+            return
+        self._reader.wait_for(needed)
+        error, count, has_ended = self._reader.progress()
+        ended = float(count) if has_ended and error is None else _NONE
+        failed, ends, counts = self._ranks.gather(float(error is not None and count < needed), ended, float(count)).T
         if failed.any():
-            reasons = self._ranks.gather_texts(_describe(reader) if reader.error else "")
+            reasons = self._ranks.gather_texts(_describe(error, count) if error else "")
             rank = int(np.argmax(failed))
-            raise DataError(
-                f"The data of {self._ranks.names[rank]} cannot be read: {reasons[rank]}", is_agreed=True
-            ) from reader.error
-        for number, column in zip(compared, columns, strict=True):
-            known = column != _NONE
-            if (unlike := np.flatnonzero(known & (column != column[0]))).size and known[0]:
+            sentence = f"The data of {self._ranks.names[rank]} cannot be read: {reasons[rank]}"
+            raise DataError(sentence, is_agreed=True) from error
+        # What all have read by now needs no further comparison. Whole items may end earlier on some workers.
+        goes_on = counts if self._compares else counts[ends == _NONE]
+        ahead = int(goes_on.min(initial=counts.max()))
+        begin, self._compared = self._compared, max(needed, ahead)
+        if self._compares:
+            self._compare([number for number in range(begin, self._compared) if _is_compared(number)])
+            if (ends != _NONE).any() and ends[ends != _NONE].min() < needed and len({*ends}) > 1:
+                raise self._unequal_ends(ends)
+
+    def _compare(self, numbers: Sequence[int]) -> None:
+        """Raises DataError, on all workers, if one of these batches differs between workers. A collective if there are any."""
+        if not numbers or self._reader is None:
+            return
+        columns = self._ranks.gather(*(self._reader.digests.pop(number, _NONE) for number in numbers)).T
+        for number, column in zip(numbers, columns, strict=True):
+            unlike = np.flatnonzero((column != _NONE) & (column != column[0]))
+            if unlike.size and column[0] != _NONE:
                 raise self._difference(number, int(unlike[0]))
-        if self._compares and len({*ends}) > 1:
-            raise self._unequal_ends(ends)
 
     def close(self) -> None:
         if self._reader:
@@ -189,7 +206,7 @@ class PythonSource(DataSource):
 
     def _begin(self, skipped: int) -> None:
         self.close()
-        self._steps = skipped
+        self._steps, self._compared = skipped, 0
         self._reader = Reader(self._open_batches(), self._most, self._per_step, skipped, self.check)
 
     def _difference(self, number: int, rank: int) -> DataError:
@@ -237,7 +254,12 @@ def open_python_source(
             return keras_loops.read_items(adapter, NamedItems(data), order[rank::workers])
 
         source = PythonSource(
-            ranks, open_batches, f"PyDataset {type(data).__name__}", (1, 0), per_execution + 2, not whole_items
+            ranks,
+            open_batches,
+            f"PyDataset {type(data).__name__}",
+            (1, 0),
+            max(_AHEAD, per_execution + 2),
+            not whole_items,
         )
         own = count if count is None else len(range(rank, count, workers))
     else:
@@ -246,7 +268,9 @@ def open_python_source(
         count = own = None
         _check_alike(ranks, "generator", None, whole_items)
         read = adapter.generator
-        source = PythonSource(ranks, lambda: iter(read()), "generator", (workers, rank), per_execution + 2, True)
+        source = PythonSource(
+            ranks, lambda: iter(read()), "generator", (workers, rank), max(_AHEAD, per_execution + 2), True
+        )
     dataset = keras_loops.dataset_reading(adapter, source.batches)
     source.check = _BatchCheck(dataset.element_spec)
     by_item = _own_items(dataset, own)
@@ -312,10 +336,9 @@ def _is_compared(number: int) -> bool:
     return number < _COMPARED_FIRST or number % _COMPARED_EVERY == 0
 
 
-def _describe(reader: Reader) -> str:
-    error = reader.error
-    text = str(error) if isinstance(error, ItemError) else describe_error(error) if error else ""
-    return text if text.startswith("item ") else f"batch {reader.count}: {text}"
+def _describe(error: BaseException, number: int) -> str:
+    text = str(error) if isinstance(error, ItemError) else describe_error(error)
+    return text if text.startswith("item ") else f"batch {number}: {text}"
 
 
 def _digest(batch: Structure) -> float:
