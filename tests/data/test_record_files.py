@@ -134,7 +134,7 @@ def test_damaged_records_are_skipped_with_one_warning(tmp_path, caplog, place, w
     stored = data.records_from(tmp_path, parse_one, 4, on_corrupt="skip")
     assert labels(stored.in_order()) == [y for y in range(N) if y not in (13, 15)]
     (record,) = caplog.records
-    assert f"skips 2 damaged records of 14 in {path}. The first, at byte {found[4]:,}, {why}" in record.getMessage()
+    assert f"skipped damaged records: 2 of 14 in {path}; the first, at byte {found[4]:,}, {why}" in record.getMessage()
 
 
 def cut(path, size):
@@ -146,7 +146,7 @@ FAULTS = {
     "empty": (lambda path: path.write_bytes(b""), "x.tfrecord: no records"),
     "other": (lambda path: path.write_bytes(b"a" * 99), "x.tfrecord is not a TFRecord file"),
     "short": (lambda path: path.write_bytes(b"a"), "x.tfrecord is damaged: the record at byte 0 is truncated"),
-    "gzip": (lambda path: path.write_bytes(gzip.compress(path.read_bytes())), "x.tfrecord is compressed.*: gunzip <"),
+    "gzip": (lambda path: path.write_bytes(gzip.compress(path.read_bytes())), "x.tfrecord is compressed.*`gunzip <"),
     "truncated": (lambda path: cut(path, 140), r"x.tfrecord is damaged: the record at byte \d+ is truncated. Write"),
     "header": (lambda path: flip(path, positions(path)[2] + 8), "has a damaged header. Write the file again, or"),
 }
@@ -182,7 +182,7 @@ def test_faults_of_many_files_are_named_at_once(tmp_path):
         ({"pattern": []}, "pattern is an empty list"),
         (
             {"pattern": ["x-*", "s3://b/x-*"]},
-            "no file matches x-.*\nrecords_from reads local files: download s3://b/x-",
+            "no file matches x-.*\nrecords_from reads local files, not s3://b/x-",
         ),
     ],
 )

@@ -179,7 +179,11 @@ def records_from(
         results = list(threads.map(lambda file: _index_or_fault(file, skip, folder), files))
     faults = [result for result in results if isinstance(result, str)]
     if faults:
-        more = [f"{len(faults) - _MOST_FAULTS} further files with errors."] if len(faults) > _MOST_FAULTS else []
+        more = (
+            [f"{len(faults) - _MOST_FAULTS} further files with errors; fix these first."]
+            if len(faults) > _MOST_FAULTS
+            else []
+        )
         raise ConfigError([*faults[:_MOST_FAULTS], *more])
     indices = [result for result in results if isinstance(result, RecordIndex)]
     if not sum(len(index.offsets) for index in indices):
@@ -189,7 +193,8 @@ def records_from(
             position, why = index.faults[0]
             count = len(index.faults)
             logger.warning(
-                f"skips {count:,} damaged records of {count + len(index.offsets):,} in {index.path}. The first, at byte {position:,}, {why}."
+                f"skipped damaged records: {count:,} of {count + len(index.offsets):,} in {index.path}; the first, at byte "
+                f"{position:,}, {why}"
             )
     return StoredData(RecordFiles(indices), batch_size, seed, shuffle, parse if batched else _each(parse), window)
 
@@ -222,7 +227,7 @@ def _files(patterns: Sequence[str]) -> list[str]:
     faults, files = [], set()
     for pattern in patterns:
         if "://" in pattern:
-            faults.append(f"records_from reads local files: download {pattern} to a local disk first.")
+            faults.append(f"records_from reads local files, not {pattern}. Save the files to a local disk first.")
             continue
         found = glob.glob(os.path.join(glob.escape(pattern), "*.tfrecord*") if os.path.isdir(pattern) else pattern)
         # A file of a name that looks like a pattern is meant itself.
@@ -240,13 +245,10 @@ def _index_or_fault(path: str, skip: bool, folder: str | None) -> RecordIndex | 
     try:
         with open(path, "rb", _BUFFER) as file:
             version = file_version(os.fstat(file.fileno()))
-            beginning = file.peek(len(_GZIP))[: len(_GZIP)]
+            beginning = os.pread(file.fileno(), len(_GZIP), 0)
             key = json.dumps([os.path.realpath(path), version[:2], skip])
-            kept = (
-                os.path.join(folder, hashlib.blake2b(key.encode(), digest_size=12).hexdigest() + ".npz")
-                if folder
-                else ""
-            )
+            name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest() + ".npz"
+            kept = os.path.join(folder, name) if folder else ""
             index = _load(kept, path, version)
             if index is None:
                 index = _scan(file, path, version, skip)
@@ -258,7 +260,7 @@ def _index_or_fault(path: str, skip: bool, folder: str | None) -> RecordIndex | 
         return index
     position, why = index.faults[0]
     if not len(index.offsets) and beginning == _GZIP:
-        return f"{path} is compressed, and can only be read from its beginning. Decompress it: gunzip < {path} > {path}.plain"
+        return f"{path} is compressed, and can only be read from its beginning. Save a plain file, such as by `gunzip < {path} > {path}.plain`."
     if not len(index.offsets) and position == 0 and why == _BAD_HEADER:
         return f"{path} is not a TFRecord file. Give files that tf.io.TFRecordWriter has written, without compression."
     if skip:
