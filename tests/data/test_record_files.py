@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gzip
 import struct
+import types
 
 import numpy as np
 import pytest
@@ -204,6 +205,15 @@ def test_a_file_that_changes_is_an_error(tmp_path, change, message):
     stored = data.records_from(tmp_path, parse_one)
     labels(stored)
     change(tmp_path / "part-0.tfrecord")
+    with pytest.raises(DataError, match=message), data.stored.explaining_reads():
+        labels(stored)
+
+
+def test_an_error_of_the_system_names_the_file_and_the_position(tmp_path):
+    shards(tmp_path)
+    stored = data.records_from(tmp_path, parse_one)
+    stored.source._open = lambda path: types.SimpleNamespace(descriptor=-1)
+    message = r"part-0.tfrecord cannot be read at byte \d+: Bad file descriptor. Check"
     with pytest.raises(DataError, match=message), data.stored.explaining_reads():
         labels(stored)
 

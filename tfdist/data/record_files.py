@@ -83,19 +83,22 @@ class RecordFiles(RowSource):
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         records = blocks * self._block_rows + rows
         files = np.searchsorted(self._file_ends, records, "right").tolist()
-        opened = {}
         for number in set(files):
-            index = self._indices[number]
-            check_unchanged(index.path, index.version)
-            opened[number] = self._open(index.path)
+            check_unchanged(self._indices[number].path, self._indices[number].version)
         read = np.empty(len(records), object)
         places = zip(files, self._offsets[records].tolist(), self._lengths[records].tolist(), strict=True)
         for row, (number, offset, length) in enumerate(places):
-            data = os.pread(opened[number].descriptor, length + _CHECKSUM.size, offset)
+            path = self._indices[number].path
+            try:
+                data = os.pread(self._open(path).descriptor, length + _CHECKSUM.size, offset)
+            except OSError as e:
+                raise ValueError(
+                    f"{path} cannot be read at byte {offset:,}: {e.strerror}. Check the file, the permissions and the storage."
+                ) from e
             record = data[:length]
             if _CHECKSUM.pack(self._crc(record)) != data[length:]:
                 raise ValueError(
-                    f"{opened[number].path} is damaged: the record at byte {offset - _HEADER.size:,} has another checksum. Write the file "
+                    f"{path} is damaged: the record at byte {offset - _HEADER.size:,} has another checksum. Write the file "
                     "again, or train without its damaged records (on_corrupt='skip')."
                 )
             read[row] = record
@@ -203,7 +206,7 @@ class _File:
     """An open file, which closes once neither the cache nor a thread that reads holds it."""
 
     def __init__(self, path: str):
-        self.path, self.descriptor = path, os.open(path, os.O_RDONLY | os.O_CLOEXEC)
+        self.descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
 
     def __del__(self) -> None:
         if hasattr(self, "descriptor"):
