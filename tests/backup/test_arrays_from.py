@@ -1,4 +1,4 @@
-"""Arrays in files that are larger than memory, under a limit of a tenth of them: a killed training resumes to the bit."""
+"""Arrays in files that are larger than memory, under a limit of a tenth of them, and records: a killed training resumes to the bit."""
 
 import os
 import signal
@@ -15,7 +15,8 @@ def end(run):
 
 
 @pytest.mark.timeout(240)
-def test_a_killed_training_resumes_within_a_tenth_of_the_memory(tmp_path):
+@pytest.mark.parametrize("kind", ["arrays", "records"])
+def test_a_killed_training_resumes_within_a_tenth_of_the_memory(tmp_path, kind):
     def run(backups, dies_at):
         command = [
             sys.executable,
@@ -24,6 +25,7 @@ def test_a_killed_training_resumes_within_a_tenth_of_the_memory(tmp_path):
             tmp_path / "files",
             tmp_path / backups,
             str(dies_at),
+            kind,
         ]
         environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
         return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)

@@ -20,7 +20,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Structure
 from tfdist.data.epoch_order import WINDOW
-from tfdist.data.stored import RowSource, StoredData, check_options
+from tfdist.data.stored import RowSource, StoredData, check_options, check_unchanged, file_version
 from tfdist.errors import ConfigError, format_value, list_first
 
 KERAS_COLUMNS = ("x", "y", "sample_weight")
@@ -80,17 +80,7 @@ class StoredArray:
 
     def check_unchanged(self) -> None:
         """Raises ValueError if the file has changed: beyond the end of a shorter file, the map would end the process."""
-        try:
-            now = _version(os.stat(self.path))
-        except OSError as e:
-            raise ValueError(
-                f"{self.path} cannot be read any longer: {e.strerror}. Keep the files of a training in place until it ends."
-            ) from e
-        if now != self.version:
-            raise ValueError(
-                f"{self.path} has changed since it was opened ({self.version[0]:,} bytes then, {now[0]:,} now). Start the "
-                "training again after the files are complete, and write new data under new names."
-            )
+        check_unchanged(self.path, self.version)
 
 
 class ArrayFiles(RowSource):
@@ -100,6 +90,8 @@ class ArrayFiles(RowSource):
         shards: For each shard its arrays, by column.
         columns: The structure of a row: names of columns in tuples, lists and dicts.
     """
+
+    origin = "arrays_from"
 
     def __init__(self, shards: Sequence[Mapping[str, StoredArray]], columns: Structure):
         names = tf.nest.flatten(columns)
@@ -295,7 +287,7 @@ def _npy_array(file: IO[bytes], path: str, member: str = "") -> StoredArray:
     if fortran_order and len(shape) > 1:
         raise ValueError(f"the rows of {what} are scattered (Fortran order). Save np.ascontiguousarray(array).")
     stat = os.fstat(file.fileno())
-    array = StoredArray(path, member, file.tell(), shape[0], tuple(shape[1:]), dtype, _version(stat))
+    array = StoredArray(path, member, file.tell(), shape[0], tuple(shape[1:]), dtype, file_version(stat))
     needed = array.offset + array.length * array.row_bytes
     if stat.st_size < needed:
         raise ValueError(f"{what} is truncated: the file has {stat.st_size:,} bytes, and its header needs {needed:,}.")
@@ -339,7 +331,3 @@ def _raise_all(faults: Iterable[str]) -> None:
     if faults := list(faults):
         more = [f"{len(faults) - _MOST_FAULTS} further errors; fix these first."] if len(faults) > _MOST_FAULTS else []
         raise ConfigError([*faults[:_MOST_FAULTS], *more])
-
-
-def _version(stat: os.stat_result) -> tuple[int, int, int]:
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino

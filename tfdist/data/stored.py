@@ -6,6 +6,7 @@ import abc
 import contextlib
 import copy
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -28,12 +29,14 @@ class RowSource(abc.ABC):
     Attributes:
         spec: The specification of one row: a structure of `tf.TensorSpec`s without a batch axis.
         sizes: The number of rows in each block, int64; at most some 100,000 blocks.
+        origin: The name of the function that opens such a source, for messages.
         identity: A text that two sources share only if they hold the same rows, also on several hosts: names, lengths and types.
     """
 
     spec: Spec
     sizes: np.ndarray
     identity: str
+    origin: str
 
     @abc.abstractmethod
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
@@ -219,13 +222,33 @@ def counts_of_part(size: int, part: int, replicas: int) -> tuple[int, list[int]]
     return (part * shortest + min(part, longer) if count else 0), [count, size, min(size, replicas)]
 
 
-def check_options(batch_size: Any, seed: Any, map: Any, window: Any) -> list[str]:
-    """Returns the errors in the options of `StoredData`."""
+def file_version(stat: os.stat_result) -> tuple[int, int, int]:
+    """Returns a file's size, time of change and inode."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def check_unchanged(path: str, version: tuple[int, int, int]) -> None:
+    """Raises ValueError if a file is no longer of the version that it had when it was opened."""
+    try:
+        now = file_version(os.stat(path))
+    except OSError as e:
+        raise ValueError(
+            f"{path} cannot be read any longer: {e.strerror}. Keep the files of a training in place until it ends."
+        ) from e
+    if now != version:
+        raise ValueError(
+            f"{path} has changed since it was opened ({version[0]:,} bytes then, {now[0]:,} now). Start the training again after "
+            "the files are complete, and write new data under new names."
+        )
+
+
+def check_options(batch_size: Any, seed: Any, map: Any, window: Any, function: str = "map") -> list[str]:
+    """Returns the errors in the options of `StoredData`; `function` is the name of the argument `map` in the user's call."""
     faults = [
         f"{name} must be a whole number, {least} or more. Received: {format_value(value)}."
         for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0), ("window", window, 1))
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least
     ]
-    if map is not None and not callable(map):
-        faults.append(f"map must be a function of a batch. Received: {format_value(map)}.")
+    if not callable(map) and (map is not None or function != "map"):
+        faults.append(f"{function} must be a function of a batch. Received: {format_value(map)}.")
     return faults
