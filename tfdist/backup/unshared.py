@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
 import pathlib
 from collections.abc import Mapping, Sequence
 from typing import Any
@@ -19,10 +20,11 @@ import tensorflow as tf
 from tfdist.aliases import Json
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.files import ReadError
-from tfdist.backup.storage import Storage
+from tfdist.backup.storage import STATE_FILE, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import ConfigError
 from tfdist.runtime import ownership
+from tfdist.runtime import storage as urls
 from tfdist.runtime.log import logger
 
 _ALIGNMENT = 8  # bytes
@@ -88,8 +90,11 @@ def remove_stale(storage: Storage, ranks: Ranks) -> None:
     chiefs = ranks.gather_texts(json.dumps(storage.points()) if ranks.is_chief else "")[0]
     if not ranks.is_chief:
         with contextlib.suppress(OSError, ReadError):  # the next start tries again
-            for point in set(storage.points()) - {SavePoint(*point) for point in json.loads(chiefs)}:
+            stale = set(storage.points()) - {SavePoint(*point) for point in json.loads(chiefs)}
+            for point in stale:
                 storage.remove(point, every_rank=True)
+            if stale and not storage.points():
+                urls.remove(os.path.join(storage.folder, STATE_FILE))
 
 
 def point_of_chief(ranks: Ranks, point: SavePoint) -> SavePoint:
