@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 
 import pytest
 
@@ -39,10 +40,8 @@ def hosts(folder):
 
 
 def test_a_killed_run_resumes_to_the_bit_from_the_chiefs_disk(tmp_path, once):
-    kills = [
-        [1, "step", 17],
-        [0, "written", 5],
-    ]  # the second time, rank 1's part of the second backup has just been written
+    # First the manifest of step 21; then rank 1's part of step 28 has just been written.
+    kills = [[0, "manifest", 3], [0, "written", 5]]
     options = {"kills": kills, "folder": str(tmp_path / "host-{rank}"), "compression": COMPRESSION}
     code, text, results = run(WORKERS, tmp_path, **options)
     assert code == 0, text
@@ -58,7 +57,7 @@ def test_a_killed_run_resumes_to_the_bit_from_the_chiefs_disk(tmp_path, once):
 
 def test_a_chief_that_has_moved_is_refused_and_old_files_are_removed(tmp_path, once):
     options = {"folder": str(tmp_path / "host-{rank}"), "compression": COMPRESSION}
-    code, text, _ = run(WORKERS, tmp_path, max_restarts=0, kills=[[1, "step", 12]], **options)
+    code, text, _ = run(WORKERS, tmp_path, max_restarts=0, kills=[[1, "step", 16]], **options)
     assert code != 0, text
     first, second, spare = (tmp_path / name for name in ("host-0", "host-1", "spare"))
 
@@ -69,7 +68,9 @@ def test_a_chief_that_has_moved_is_refused_and_old_files_are_removed(tmp_path, o
     swap()
     code, text, _ = run(WORKERS, tmp_path, max_restarts=3, **options)
     assert code != 0 and "restart 1/3" not in text, text
-    assert "holds a newer backup, step-7; the chief has none. Start the chief on that host, or copy" in text, text
+    # The backup of step 14 may have been completed before the end.
+    refusal = "holds a newer backup, step-(7|14); the chief has none. Start the chief on that host, or copy"
+    assert re.search(refusal, text), text
     swap()
     write(second, 3, ranks=2, replicas=2)  # of an earlier chief
     code, text, results = run(WORKERS, tmp_path, **options)
