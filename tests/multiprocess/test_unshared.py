@@ -14,6 +14,7 @@ from tests.multiprocess.test_backup import COMPRESSION, check_equal, lives, run
 from tests.multiprocess.test_resize import undisturbed  # noqa: F401 (a fixture)
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.storage import Storage
+from tfdist.runtime.ownership import Ownership
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -69,9 +70,14 @@ def test_a_chief_that_has_moved_is_refused_and_old_files_are_removed(tmp_path, o
     code, text, _ = run(WORKERS, tmp_path, max_restarts=3, **options)
     assert code != 0 and "restart 1/3" not in text, text
     # The backup of step 14 may have been completed before the end.
-    refusal = "holds a newer backup, step-(7|14); the chief has none. Start the chief on that host, or copy"
+    refusal = r"newer backup than the chief's: \S+/host-1/step-(7|14) \(worker:1\); the chief has none. Start the chief on that host"
     assert re.search(refusal, text), text
     swap()
+    with Ownership(second, "backup_dir"):
+        code, text, _ = run(WORKERS, tmp_path, **options)
+    assert (
+        code != 0 and "on another host than the chief's belongs to another run, which has not ended: process" in text
+    ), text
     write(second, 3, ranks=2, replicas=2)  # of an earlier chief
     code, text, results = run(WORKERS, tmp_path, **options)
     assert code == 0, text

@@ -66,20 +66,17 @@ def check_others(
     """
     newest = max((point for point in listed[0] if storage.is_complete(point)), default=BEFORE_ALL)
     chiefs = point_of_chief(ranks, newest)
-    why = ""
-    if is_blind and newest > chiefs:
+    if newer := ranks.agree(storage.path(newest) if is_blind and newest > chiefs else ""):
         chief_has = f"the chief's newest is {chiefs.folder}" if chiefs != BEFORE_ALL else "the chief has none"
-        why = (
-            f"backup_dir {storage.folder!r} is not shared, and another host than the chief's holds a newer backup, {newest.folder}; {chief_has}. "
-            "Start the chief on that host, or copy the folder to the chief's host; to continue without that backup, remove it there"
+        raise ConfigError(
+            f"The tasks do not share backup_dir {storage.folder!r}, and another host holds a newer backup than the chief's: {newer}; {chief_has}. "
+            "Start the chief on that host, or copy the folder to the chief's host; to continue without that backup, remove it there."
         )
-    elif is_blind and (owner := _live_owner(storage.folder)):
-        why = (
-            f"backup_dir {storage.folder!r} belongs to another run, which has not ended: {owner}. Give each run its own backup_dir, or end that "
-            "process first"
+    if owner := ranks.agree(_live_owner(storage.folder) if is_blind else ""):
+        raise ConfigError(
+            f"backup_dir {storage.folder!r} on another host than the chief's belongs to another run, which has not ended: {owner}. Give each run "
+            "its own backup_dir, or end that process first."
         )
-    if fault := ranks.agree(why):
-        raise ConfigError(f"{fault}.")
 
 
 def remove_stale(storage: Storage, ranks: Ranks) -> None:
