@@ -39,7 +39,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     stays until `Trainer.save`, or the model's own `save` or `export`, has written the model.
 
     Args:
-        backup_dir: A folder that all tasks share and no other training uses: a path, or a URL for fsspec, such as `s3://bucket/run`.
+        backup_dir: A folder that no other training uses: a path, or a URL for fsspec, such as `s3://bucket/run`. If the tasks do not share the
+            path's folder, the chief stores the backups of all tasks on its host.
         save_freq: Steps between backups, or `"epoch"` for one after each epoch.
         save_every_seconds: Also save when the last backup is older than this. None means no such limit.
         keep: Number of backups to keep. If the newest is damaged, a run restores an older one.
