@@ -93,3 +93,12 @@ def test_another_number_of_replicas_continues_with_each_example_once(tmp_path, u
     history, expected = (json.loads(each["history"]) for each in (results, undisturbed("powersgd")))
     for name in ("numbers", "squares"):
         assert history[name] == expected[name]
+
+
+@pytest.mark.full  # tests/multiprocess/test_backup.py has SIGTERM with a shared folder
+def test_sigterm_to_a_task_without_backups_loses_no_step(tmp_path, once):
+    options = {"folder": str(tmp_path / "host-{rank}"), "compression": COMPRESSION, "save_freq": 1000}
+    code, text, results = run(WORKERS, tmp_path, kills=[[1, "step", 17]], signal=15, max_restarts=1, **options)
+    assert code == 0, text
+    check_equal(results, run_compressed(once))
+    assert [step for life in lives(tmp_path, 1) for step in life] == list(range(30)), "each step once"
