@@ -49,6 +49,7 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path | str, logs: pat
     Raises:
         ConfigError: There is no validation data.
     """
+    configured.fix_threads(config)
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)
     trained = task_checks.make_task(config.task, config.task_options)
