@@ -111,6 +111,7 @@ class ArrayFiles(RowSource):
                 for a in arrays
             ]
         )
+        self.version = stored_files.describe((a.path, a.version) for arrays in self._shards for a in arrays)
         self._maps: collections.OrderedDict[StoredArray, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -156,6 +157,8 @@ def arrays_from(
     map: Callable[..., Structure] | None = None,
     columns: Structure | None = None,
     window: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> StoredData:
     """Opens arrays in files, which may be larger than memory, as data for `fit`, `evaluate`, `predict` and `validation_data`.
 
@@ -182,6 +185,13 @@ def arrays_from(
         window: The number of examples that are shuffled among each other. Blocks of at most 1 MB of neighboring examples, or
             row groups of Parquet, are shuffled over all data. None means 262,144, and for Parquet at most the examples of some
             128 MB: each process holds the row groups of two windows in memory.
+        cache: Where the results of `map` are kept after their first use: "memory" of each process, or a folder, such as one on an
+            SSD, also for later runs. `map` then receives blocks of neighboring examples, must treat each example alone, and
+            must not be random: put augmentation into layers of the model. A change of `map` or of the files is recognized;
+            a change of files that `map` itself opens is not.
+        cache_bytes: The limit of the cache; for a folder, of all caches in it. Caches that no process uses are removed, the
+            least recently used first; if that is not enough, `map` is called for the other examples in each epoch. None means
+            a quarter of the free memory, or 90 % of the folder's free space.
 
     Returns:
         The data. `dataset()` returns a plain `tf.data` pipeline of the same batches.
@@ -198,7 +208,7 @@ def arrays_from(
         >>> tfdist.data.arrays_from(folder, batch_size=4).steps_per_epoch
         2
     """
-    if faults := check_options(batch_size, seed, map, WINDOW if window is None else window):
+    if faults := check_options(batch_size, seed, map, WINDOW if window is None else window, cache, cache_bytes):
         raise ConfigError(faults)
     path = os.fspath(path)
     files = stored_files.find(path, _ENDINGS)
@@ -227,7 +237,7 @@ def arrays_from(
     if not source.sizes.sum():
         names = ", ".join(tf.nest.flatten(columns))
         raise ConfigError(f"{path} holds no examples: the arrays {names} have length 0. Write some.")
-    return StoredData(source, batch_size, seed, shuffle, map, window)
+    return StoredData(source, batch_size, seed, shuffle, map, window, cache, cache_bytes)
 
 
 def _open(files: Sequence[str]) -> list[tuple[str, dict[str, StoredArray]]]:

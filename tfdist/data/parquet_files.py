@@ -106,6 +106,7 @@ class ParquetFiles(RowSource):
         self.identity = repr(
             [(os.path.basename(f.path), f.sizes, [(n, str(f.columns[n])) for n in self._names]) for f in files]
         )
+        self.version = stored_files.describe((file.path, file.version) for file in files)
         self.window = self._default_window(files) if window is None else int(window)
         self._most_rows = 2 * (self.window + int(self.sizes.max(initial=0)))
         self._decoded: collections.OrderedDict[int, list[Any]] = collections.OrderedDict()
