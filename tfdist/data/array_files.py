@@ -179,7 +179,8 @@ def arrays_from(
         seed: The seed of the shuffling.
         shuffle: Whether `fit` shuffles the examples; also `fit(shuffle=False)` keeps their order.
         map: A function of a batch, in TensorFlow operations; it receives the columns of one replica's part of a batch as
-            arguments, like a function of `Dataset.map`, and must treat examples alike in any batch.
+            arguments, like a function of `Dataset.map`, and must treat examples alike in any batch. Random numbers that it draws do
+            not resume exactly: put augmentation into layers of the model.
         columns: The structure of a batch, such as `("images", "labels")` or `({"a": "a", "b": "b"}, "y")`. None means those of
             `x`, `y` and `sample_weight` that exist, in this order.
         window: The number of examples that are shuffled among each other. Blocks of at most 1 MB of neighboring examples, or

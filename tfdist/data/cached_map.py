@@ -154,7 +154,7 @@ class CachedMap:
         return tf.nest.pack_sequence_as(self._structure, columns), counts
 
     def _open(self) -> CachedRows:
-        with self._lock:
+        with self._lock, tf.init_scope():  # a dataset's function is being traced; the digest reads values of variables
             if self._rows is None:
                 row_bytes = [spec.shape.num_elements() * spec.dtype.size for spec in self._results]
                 source = self._source

@@ -78,7 +78,7 @@ class CachedRows:
         """Returns the bytes of rows, `[len(rows), row_bytes]`, for each column."""
         self._check_lengths()
         numbers = self._starts[blocks] + rows
-        return [column[numbers] for column in self._columns]
+        return [column.take(numbers, 0) for column in self._columns]  # in half the time of column[numbers]
 
     def put(self, block: int, columns: Sequence[np.ndarray]) -> None:
         """Stores the rows of a block. An error of the disk ends the filling of the cache with a warning."""
