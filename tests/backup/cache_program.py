@@ -4,10 +4,12 @@ SIGKILL, or 0.
 Prints the weights' hash at the end, after the number of steps that this process has run.
 """
 
+import glob
 import hashlib
 import os
 import signal
 import sys
+import time
 
 import keras
 import numpy as np
@@ -28,6 +30,8 @@ class Death(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if dies_at and self.model.optimizer.iterations == dies_at:
+            while not glob.glob(f"{backups}/step-*/manifest.json"):  # a thread writes the backup
+                time.sleep(0.01)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

@@ -41,7 +41,8 @@ def test_a_killed_training_resumes_to_the_bit_with_a_cold_a_partly_filled_and_a_
         return start("cache_program", tmp_path / "files", tmp_path / backups, cache, dies_at)
 
     folder = tmp_path / "cache"
-    assert run("backups", folder, 8).returncode == -signal.SIGKILL  # in the first epoch, in which the cache is filled
+    killed = run("backups", folder, 8)
+    assert killed.returncode == -signal.SIGKILL, killed.stderr  # in the first epoch, in which the cache is filled
     steps, weights = end(run("backups", folder))
     assert int(steps) < 30
     assert weights == end(run("warm", folder))[1]

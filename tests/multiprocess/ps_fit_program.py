@@ -373,8 +373,8 @@ def stored(how):
         steps = {"steps_per_epoch": data.steps_per_epoch}
         result = run(how, model, endless, batch_size=None, validation_data=in_order, **steps)
         data = in_order
-    evaluated = how.evaluate(model, data, verbose=0)
-    return {**result, "evaluated": evaluated, "predictions": how.predict(model, data, verbose=0)}
+    evaluated = np.array(how.evaluate(model, data, verbose=0))
+    return {**result, "predictions": {"evaluated": evaluated, "all": how.predict(model, data, verbose=0)}}
 
 
 CASES = {

@@ -10,6 +10,7 @@ import random
 import re
 import shutil
 import threading
+import weakref
 import zlib
 from collections.abc import Iterator, Sequence
 from typing import IO
@@ -51,7 +52,6 @@ class CachedRows:
         self._files: list[IO[bytes]] = []  # those of the columns, and the index
         self._lengths: list[int] = []
         self._index: np.ndarray | None = None
-        self._opened = contextlib.ExitStack()
         self._lock = threading.Lock()
         self._has_stopped = False
         self._blocks = 0  # the blocks that may be stored
@@ -114,7 +114,10 @@ class CachedRows:
             return True
         if not self._is_damaged:
             self._is_damaged = True
-            logger.warning("The cache in %s is damaged: its damaged rows are computed again.", self._folder)
+            logger.warning(
+                "The cache in %s is damaged: its damaged rows are computed again. Check the disk if this message returns.",
+                self._folder,
+            )
         return False
 
     @property
@@ -161,7 +164,7 @@ class CachedRows:
                 files.append(opened.enter_context(open(descriptor, "r+b", buffering=0)))
                 if os.fstat(descriptor).st_size < length:
                     os.ftruncate(descriptor, length)  # a hole reads as zeros: entries of the index that are not written
-            self._opened = opened.pop_all()
+            weakref.finalize(self, opened.pop_all().close)
         *columns, index = (
             np.asarray(np.memmap(file, np.uint8, "r", 0, (length,))) if length else np.zeros(0, np.uint8)
             for file, length in zip(files, lengths, strict=True)
