@@ -20,8 +20,9 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Structure
+from tfdist.data import stored_files
 from tfdist.data.epoch_order import WINDOW
-from tfdist.data.stored import RowSource, StoredData, check_options, check_unchanged, file_version
+from tfdist.data.stored import RowSource, StoredData, check_options
 from tfdist.errors import ConfigError, format_value, list_first
 from tfdist.runtime.log import logger
 
@@ -29,7 +30,6 @@ _HEADER, _LENGTH, _CHECKSUM = struct.Struct("<QI"), struct.Struct("<Q"), struct.
 _FRAME = _HEADER.size + _CHECKSUM.size  # bytes of a record besides its data
 _BLOCK_BYTES, _BLOCK_ROWS, _MOST_BLOCKS = 1 << 20, 1 << 12, 1 << 16
 _MOST_OPEN = 256  # files that are open at once
-_MOST_FAULTS = 10
 _SCANS = 8  # files that are indexed at once
 _BUFFER = 1 << 14  # bytes that a scan reads at least: many short records at once, and little of long ones
 _SEARCHED = 1 << 20  # bytes in which the next record is searched at once
@@ -53,7 +53,7 @@ class RecordIndex:
     offsets: np.ndarray
     lengths: np.ndarray
     faults: list[tuple[int, str]]
-    version: tuple[int, int, int]
+    version: stored_files.Version
 
 
 class RecordFiles(RowSource):
@@ -78,13 +78,14 @@ class RecordFiles(RowSource):
         starts = np.arange(0, total, self._block_rows)
         self.sizes = np.minimum(total - starts, self._block_rows)
         self.identity = repr([(os.path.basename(i.path), i.version[0], len(i.offsets), i.faults) for i in indices])
+        self.version = stored_files.describe((index.path, index.version) for index in indices)
         self._open = functools.lru_cache(_MOST_OPEN)(_File)
 
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         records = blocks * self._block_rows + rows
         files = np.searchsorted(self._file_ends, records, "right").tolist()
         for number in set(files):
-            check_unchanged(self._indices[number].path, self._indices[number].version)
+            stored_files.check_unchanged(self._indices[number].path, self._indices[number].version)
         read = np.empty(len(records), object)
         places = zip(files, self._offsets[records].tolist(), self._lengths[records].tolist(), strict=True)
         for row, (number, offset, length) in enumerate(places):
@@ -115,6 +116,8 @@ def records_from(
     on_corrupt: str = "fail",
     index_dir: str | os.PathLike[str] | None = None,
     window: int = WINDOW,
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> StoredData:
     """Opens TFRecord files, which may be larger than memory, as data for `fit`, `evaluate`, `predict` and `validation_data`.
 
@@ -147,6 +150,8 @@ def records_from(
         index_dir: A folder in which the indices of the files are kept for later runs. It may be shared by workers.
         window: The number of records that are shuffled among each other. Blocks of about 1 MB of neighboring records are shuffled over all
             data.
+        cache: Where the results of `parse` are kept: "memory", or a folder on a fast disk (see `arrays_from`).
+        cache_bytes: The limit of the cache.
 
     Returns:
         The data. `dataset()` returns a plain `tf.data` pipeline of the same batches.
@@ -165,7 +170,7 @@ def records_from(
         >>> data.steps_per_epoch
         2
     """
-    faults = check_options(batch_size, seed, parse, window, function="parse")
+    faults = check_options(batch_size, seed, parse, window, cache, cache_bytes, function="parse")
     if on_corrupt not in ("fail", "skip"):
         faults.append(f"on_corrupt must be 'fail' or 'skip'. Received: {format_value(on_corrupt)}.")
     patterns = [pattern] if isinstance(pattern, (str, os.PathLike)) else pattern
@@ -181,16 +186,10 @@ def records_from(
     with concurrent.futures.ThreadPoolExecutor(_SCANS) as threads:
         results = list(threads.map(lambda file: _index_or_fault(file, skip, folder), files))
     faults = [result for result in results if isinstance(result, str)]
-    if faults:
-        more = (
-            [f"{len(faults) - _MOST_FAULTS} further files with errors; fix these first."]
-            if len(faults) > _MOST_FAULTS
-            else []
-        )
-        raise ConfigError([*faults[:_MOST_FAULTS], *more])
+    stored_files.raise_all(faults)
     indices = [result for result in results if isinstance(result, RecordIndex)]
     if not sum(len(index.offsets) for index in indices):
-        raise ConfigError(f"{list_first(files, _MOST_FAULTS)}: no records. Give files that have some.")
+        raise ConfigError(f"{list_first(files, stored_files.MOST_FAULTS)}: no records. Give files that have some.")
     for index in indices:
         if index.faults:
             position, why = index.faults[0]
@@ -199,7 +198,9 @@ def records_from(
                 f"skipped damaged records: {count:,} of {count + len(index.offsets):,} in {index.path}; the first, at byte "
                 f"{position:,}, {why}"
             )
-    return StoredData(RecordFiles(indices), batch_size, seed, shuffle, parse if batched else _each(parse), window)
+    return StoredData(
+        RecordFiles(indices), batch_size, seed, shuffle, parse if batched else _each(parse), window, cache, cache_bytes
+    )
 
 
 class _File:
@@ -247,7 +248,7 @@ def _index_or_fault(path: str, skip: bool, folder: str | None) -> RecordIndex | 
     """Returns the index of a file, from the folder of indices if it is there; or the error of the file."""
     try:
         with open(path, "rb", _BUFFER) as file:
-            version = file_version(os.fstat(file.fileno()))
+            version = stored_files.version(os.fstat(file.fileno()))
             beginning = os.pread(file.fileno(), len(_GZIP), 0)
             key = json.dumps([os.path.realpath(path), version[:2], skip])
             name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest() + ".npz"
@@ -274,7 +275,7 @@ def _index_or_fault(path: str, skip: bool, folder: str | None) -> RecordIndex | 
     )
 
 
-def _scan(file: IO[bytes], path: str, version: tuple[int, int, int], skip: bool) -> RecordIndex:
+def _scan(file: IO[bytes], path: str, version: stored_files.Version, skip: bool) -> RecordIndex:
     """Finds the records of a file.
 
     Args:
@@ -329,7 +330,7 @@ def _next_record(file: IO[bytes], position: int, size: int, crc: Callable[[bytes
     return size
 
 
-def _load(kept: str, path: str, version: tuple[int, int, int]) -> RecordIndex | None:
+def _load(kept: str, path: str, version: stored_files.Version) -> RecordIndex | None:
     """Returns a kept index; None if there is none, or if it is damaged."""
     with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
         if kept:
