@@ -168,7 +168,7 @@ def test_faults_of_many_files_are_named_at_once(tmp_path):
     with pytest.raises(ConfigError) as error:
         data.records_from(tmp_path, parse_one)
     assert len(error.value.faults) == 11
-    assert error.value.faults[-1].startswith("20 further files")
+    assert error.value.faults[-1].startswith("20 further errors")
 
 
 @pytest.mark.parametrize(
