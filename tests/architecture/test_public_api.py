@@ -60,7 +60,7 @@ PUBLIC = {
         "StrategyTraits",
         "TrainConfig",
     ],
-    "tfdist.data": ["arrays_from", "epochs", "from_generator", "from_pydataset", "own_rows"],
+    "tfdist.data": ["arrays_from", "epochs", "from_generator", "from_pydataset", "own_rows", "records_from"],
     "tfdist.launch": ["Launcher"],
     "tfdist.monitoring": ["Goodput", "TensorBoard", "Throughput", "WireBytes"],
 }

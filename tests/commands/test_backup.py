@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import uuid
 
 import pytest
 
@@ -11,6 +12,8 @@ from tests.backup.test_storage import write
 from tfdist import __main__ as command
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.storage import Storage
+from tfdist.commands.backup import find_backups
+from tfdist.runtime import storage as urls
 
 
 def run(capsys, *words):
@@ -90,6 +93,22 @@ def test_the_backups_of_a_work_directory_are_found(capsys, backups, tmp_path):
     (tmp_path / "config.json").write_text("{")
     code, _, err = run(capsys, "show", tmp_path)
     assert code == 2 and f"{tmp_path}/config.json is not a file of a run: JSONDecodeError" in err
+
+
+def test_the_backups_of_a_work_directory_at_a_url_are_found(capsys):
+    workdir = f"memory://{uuid.uuid4().hex}/run"
+    write(f"{workdir}/backup", 7)
+    urls.write(f"{workdir}/config.json", b'{"backup": {"dir": ""}}')
+    for path in (workdir, f"{workdir}/", f"{workdir}/backup", f"{workdir}/backup/"):
+        code, out, _ = run(capsys, "show", path)
+        assert (code, out.splitlines()[0]) == (0, f"{workdir}/backup")
+        assert find_backups(path)[1] == f"{workdir}/config.json", "for export"
+    urls.write(f"{workdir}/config.json", json.dumps({"backup": {"dir": f"{workdir}/elsewhere"}}).encode())
+    assert run(capsys, "show", workdir)[2] == (
+        f"tfdist: '{workdir}/elsewhere' has no backup: the run has not saved any yet, or has ended and removed them.\n"
+    )
+    urls.remove(f"{workdir}/config.json")
+    assert run(capsys, "show", workdir)[1].splitlines()[0] == f"{workdir}/backup", "of a script"
 
 
 def test_faulty_words_are_one_sentence_each(capsys, backups, tmp_path):

@@ -127,7 +127,7 @@ def shard_of(x=X[:5], y=Y[:5], name="part9"):
 
 
 FAULTS = {
-    "empty": (lambda folder: None, "holds no .npy or .npz file"),
+    "empty": (lambda folder: None, "holds no .npy, .npz or .parquet file"),
     "both kinds": (lambda folder: (npy(folder), npz(folder)), "holds .npy and .npz files"),
     "other names": (lambda folder: np.save(folder / "images.npy", X), "holds the arrays images. Only x, y"),
     "more names": (lambda folder: (npy(folder), np.save(folder / "id.npy", Y)), "holds the arrays id, x, y. Only x, y"),

@@ -43,7 +43,13 @@ def killed(tmp_path_factory):
     folder = tmp_path_factory.mktemp("killed")
     workdir = folder / "run"
     # A value that looks like a flag's name, and dashes for underscores.
-    flags = ["--config=digits_multi_worker", "--workdir", str(workdir), "--config.backup.save-freq=5"]
+    flags = [
+        "--config=digits_multi_worker",
+        "--workdir",
+        str(workdir),
+        "--config.backup.save-freq=5",
+        "--config.deterministic",
+    ]
     flags += ["--config.epochs=10000", "--config.backup.keep", "3"]
     with (folder / "out").open("wb") as out:
         process = subprocess.Popen([SCRIPT, "train", *flags], cwd=folder, stdout=out, stderr=out, env=environment())

@@ -21,7 +21,8 @@ import hashlib, os, pathlib, signal, sys
 import keras, numpy as np, tfdist
 
 strategy, *dies = sys.argv[1:]
-trainer = tfdist.Trainer(strategy)
+backs_up = "backup" in dies
+trainer = tfdist.Trainer(strategy, backup_dir="backup" if backs_up else None)
 x = np.random.default_rng(0).uniform(-1, 1, (64, 2))
 with trainer.scope():
     model = keras.Sequential([keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
@@ -29,7 +30,7 @@ with trainer.scope():
 
 class Die(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        if str(trainer.task) in dies and not os.path.exists("died"):
+        if str(trainer.task) in dies and epoch == backs_up and not os.path.exists("died"):
             pathlib.Path("died").touch()
             os.kill(os.getpid(), signal.SIGKILL)
 
@@ -107,4 +108,17 @@ def test_each_launcher_restarts_its_own_tasks_until_all_have_met(on_both):
     shown = on_both(*options, sys.executable, "script.py", "multi_worker_mirrored", "worker:1")
     assert "worker:1 lost at step 4 (killed by SIGKILL); restart 1/3 from step 0" in shown[1]
     assert "worker:1 at node1:2222 (connection refused) has ended while worker:0 trained with it" in shown[0]
+    assert ends(shown[0])[1] == ends(shown[1])[1] != set()
+
+
+@pytest.mark.full  # test_start_order.py resumes without a launcher
+def test_each_launcher_restarts_its_own_tasks_from_the_chiefs_backup(on_both):
+    """The folder of the backups is relative, so that each host has its own; the seed is that of the chief's backup on both."""
+    hosts = ",".join(two_hosts_lib.NAMES)
+    options = [f"--hosts={hosts}", "--max_restarts=3"]
+    shown = on_both(*options, sys.executable, "script.py", "multi_worker_mirrored", "worker:1", "backup")
+    assert "restart 1/3 from the chief's last backup" in shown[1], shown
+    assert "resuming from step 4 (the end of epoch 1)" in shown[0] and "the random seed was not" not in "".join(
+        shown
+    ), shown
     assert ends(shown[0])[1] == ends(shown[1])[1] != set()

@@ -6,11 +6,15 @@ import json
 import os
 import pathlib
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
 import time
 
+import keras
+import numpy as np
 import pytest
 
 from tests.helpers import two_hosts as two_hosts_lib
@@ -95,17 +99,14 @@ def test_roles_that_wait_for_each_other_in_vain_say_so(tasks):
     assert f"ps:0 cannot listen at 127.0.0.1:{taken}: port {taken} is taken by pid {os.getpid()}" in tasks.log(3)
 
 
-def test_tasks_without_a_shared_folder_name_the_remedies_on_each_task(tasks):
+def test_a_url_that_tasks_do_not_share_names_the_remedies_on_each_task(tasks):
     cluster = local_cluster(2)
     for index in range(2):
-        tasks.start(cluster, index, f"--workdir={tasks.folder / str(index)}")
+        tasks.start(cluster, index, "--config.backup.dir=memory://backups")
     for index, process in enumerate(tasks.processes):
         assert process.wait(150) == 2, tasks.log(index)
         log = tasks.log(index)
-        assert (
-            f"tfdist: backup_dir '{tasks.folder}/{index}/backup' must be a folder that all tasks share, but task 1 does"
-            in log
-        )
+        assert "tfdist: backup_dir 'memory://backups' must be a folder that all tasks share, but task 1 does" in log
         for remedy in (
             "backup_dir=..., ",
             "--config.backup.dir=...",
@@ -114,6 +115,50 @@ def test_tasks_without_a_shared_folder_name_the_remedies_on_each_task(tasks):
         ):
             assert remedy in log
         assert "says why" not in log and "Traceback" not in log
+
+
+def test_two_hosts_that_share_no_disk_resume_to_the_bit_after_kill_9(tasks):
+    """Each host has its own disk at the path of the work directory; the second host's disk is new after the kill."""
+    if missing := two_hosts_lib.missing():
+        pytest.skip(missing)
+    disk = tasks.folder / "disk"
+    disk.mkdir()
+    more = ["--config.epochs=12", "--config.deterministic", f"--workdir={disk / 'run'}"]
+
+    def start(hosts, name, *options):
+        cluster = ClusterSpec({"worker": [f"{address}:2222" for address in two_hosts_lib.ADDRESSES]})
+        started = []
+        for index, on in enumerate(hosts):
+            (source := tasks.folder / f"{name}-{index}").mkdir(exist_ok=True)
+            mounted = ["sh", "-c", f'mount --bind {source} {disk} && exec "$@"', "sh"]
+            started.append(
+                tasks.start(cluster, index, *more, *options, before=[*on, *mounted], TF_NUM_INTRAOP_THREADS="1")
+            )
+        return started
+
+    def finish(processes):
+        for number, process in enumerate(processes, len(tasks.processes) - 2):
+            assert process.wait(200) == 0, tasks.log(number)
+
+    with two_hosts_lib.two(tasks.folder) as hosts:
+        finish(start(hosts, "whole", "--config.backup.save_freq=never"))
+        killed = start(hosts, "host", "--config.backup.save_freq=1")
+        chiefs, others = (tasks.folder / f"host-{index}" / "run" for index in range(2))
+        until(lambda: any(chiefs.glob("backup/step-*/manifest.json")) or killed[0].poll() is not None, 200)
+        for process in killed:
+            process.kill()
+            assert process.wait() == -signal.SIGKILL, tasks.log(2)
+        assert not any(others.rglob("step-*"))
+        shutil.rmtree(others)
+        finish(start(hosts, "host", "--config.backup.save_freq=1"))
+    assert "the tasks do not share backup_dir" in tasks.log(4) and "resuming from step" in tasks.log(4)
+    assert not (chiefs / "backup").exists()
+    weights = [
+        keras.saving.load_model(path / "model.keras").get_weights()
+        for path in (tasks.folder / "whole-0" / "run", chiefs)
+    ]
+    for resumed, whole in zip(*weights, strict=True):
+        np.testing.assert_array_equal(resumed, whole)
 
 
 @pytest.mark.full  # tasks of any launcher wait for each other, if shorter; tests/cluster/test_preflight.py has the wait's end

@@ -13,6 +13,7 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 
 from tests.helpers import gate, s3
 from tests.helpers.launched_job import until
+from tfdist.cluster.local import free_ports
 
 ROOT = pathlib.Path(__file__).parents[2]
 EPOCHS = 4
@@ -25,13 +26,13 @@ def server(tmp_path_factory):
         yield running
 
 
-def start(workdir, server, *flags, config="digits_multi_worker"):
+def start(workdir, server, *flags, config="digits_multi_worker", **variables):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
     command = [sys.executable, "-m", "tfdist", "train", f"--config={config}", f"--workdir={workdir}"]
     return subprocess.Popen(
         [*command, f"--config.epochs={EPOCHS}", *flags],
         cwd=ROOT,
-        env={**environ, "PYTHONPATH": str(ROOT), **server.environ},
+        env={**environ, "PYTHONPATH": str(ROOT), **server.environ, **variables},
         text=True,
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
@@ -101,3 +102,27 @@ def test_a_run_at_a_url_whose_processes_are_killed_has_the_files_of_a_local_one(
         assert ours[name] == theirs[name]
     assert "Epoch 1/4" in (folder / "logs" / "before" / "worker-0.log").read_text()
     assert server.environ["AWS_SECRET_ACCESS_KEY"] not in (folder / "config.json").read_text()
+
+
+@pytest.mark.full
+def test_tasks_of_a_scheduler_upload_their_own_curves_after_sigterm(server, tmp_path):
+    ports = free_ports(2)
+    workers = [f"127.0.0.1:{port}" for port in ports]
+    tasks = []
+    try:
+        for index in range(2):
+            about = {"cluster": {"worker": workers}, "task": {"type": "worker", "index": index}}
+            flags = ["--config.backup.save_freq=11", gate.flag(tmp_path / "open", 3)]
+            tasks.append(start(f"{server.url}/jobs", server, *flags, TF_CONFIG=json.dumps(about)))
+        until(lambda: "jobs/backup/step-44/manifest.json" in server.files() or tasks[0].poll() is not None, 200)
+        tasks[0].send_signal(signal.SIGTERM)
+        (tmp_path / "open").touch()
+        output = [finish(task) for task in tasks]
+    finally:
+        for task in tasks:
+            task.kill()
+    assert [task.returncode for task in tasks] == [75, 75], output
+    assert "jobs/run" not in server.files(), "removed after the last upload"
+    steps = {name: series[-1][0] for name, series in curves(download(server, "jobs", tmp_path / "jobs")).items()}
+    assert steps["train", "batch_loss"] == 40, "one value for 20 steps"
+    assert {run for run, _ in steps} >= {"train", "worker-1"}

@@ -2,6 +2,7 @@
 
 import gc
 import sys
+import zlib
 
 import tfdist
 from tests.multiprocess import harness
@@ -54,5 +55,18 @@ def a_model_that_one_worker_has_forgotten():
     return mean.numpy().tolist(), len(statistics._refs) - known
 
 
-cases = (rates_of_the_chief, a_model_that_one_worker_has_forgotten)
+def bytes_that_are_sent():
+    """The checksums of what each rank receives: in three messages from each to the other, in one, and of no bytes."""
+    ranks = trainer._context.ranks
+    received = []
+    for source, target, lengths in ((1, 0, (5, 40_000_001)), (0, None, (40_000_001,)), (1, None, (3,)), (0, 1, ())):
+        content = [np.random.default_rng(n).integers(0, 256, n, np.uint8) for n in lengths]
+        got = ranks.send(source, content if source == RANK else (), target)
+        received.append(
+            (None if got is None else zlib.crc32(got), zlib.crc32(np.concatenate([*content, np.zeros(0, np.uint8)])))
+        )
+    return received
+
+
+cases = (rates_of_the_chief, a_model_that_one_worker_has_forgotten, bytes_that_are_sent)
 harness.store(sys.argv[2], RANK, {case.__name__: case() for case in cases})

@@ -4,7 +4,7 @@ Options: `save_freq`; `kills`, for each life a list [rank, moment, number]: the 
 number-th time of that moment in that life, which is "step" (its end), "test" (a step of validation), "part" (about to write
 its part), "torn" (half of its part is written), "upload" (about to upload a file), "written" (its part is written) or "manifest"
 (about to write it; the chief alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`; `signal` in place of SIGKILL;
-`bucket_bytes` of each life; `folder` of the backups in place of `backup` in the output folder.
+`bucket_bytes` of each life; `folder` of the backups in place of `backup` in the output folder, in which `{rank}` stands for the rank.
 """
 
 import itertools
@@ -239,7 +239,9 @@ callbacks = [stopping, plateau, decay, Watch()]
 if options["save_freq"]:
     callbacks.append(
         tfdist.BackupAndRestore(
-            options.get("folder", os.path.join(out, "backup")), options["save_freq"], **options.get("backup", {})
+            options.get("folder", os.path.join(out, "backup")).replace("{rank}", str(RANK)),
+            options["save_freq"],
+            **options.get("backup", {}),
         )
     )
 if options.get("warm"):  # a fit before it, without backups

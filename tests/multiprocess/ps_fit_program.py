@@ -16,6 +16,8 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
+import tfdist.data  # noqa: E402
+
 OUT.mkdir(parents=True, exist_ok=True)
 rng = np.random.default_rng(0)
 X, Y = rng.standard_normal((70, 8), np.float32), rng.integers(0, 3, 70).astype(np.int32)
@@ -353,7 +355,30 @@ def nan(how):
 
 
 SHUFFLED = {"shuffle": False}
+
+
+def stored(how):
+    """Arrays in files, with a map whose results are kept, in fit, evaluate and predict."""
+    model = build(how)
+    files = OUT / how.__name__
+    files.mkdir(exist_ok=True)
+    np.savez(files / "0.npz", x=X[:30], y=Y[:30])
+    np.savez(files / "1.npz", x=X[30:], y=Y[30:])
+    data = tfdist.data.arrays_from(files, 16, seed=4, map=lambda x, y: (x * 2, y), cache="memory")
+    if how is Mine:
+        result = run(how, model, data, batch_size=None, validation_data=data)
+    else:
+        in_order = data.in_order().dataset()
+        endless = data.dataset(None)
+        steps = {"steps_per_epoch": data.steps_per_epoch}
+        result = run(how, model, endless, batch_size=None, validation_data=in_order, **steps)
+        data = in_order
+    evaluated = np.array(how.evaluate(model, data, verbose=0))
+    return {**result, "predictions": {"evaluated": evaluated, "all": how.predict(model, data, verbose=0)}}
+
+
 CASES = {
+    "stored": stored,
     "arrays": lambda how: fit(how, build_options={"statistics": True}, **SHUFFLED),
     "validation_split_nadam": lambda how: fit(
         how, build_options={"optimizer": keras.optimizers.Nadam}, validation_split=0.25, **SHUFFLED

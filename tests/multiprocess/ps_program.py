@@ -456,12 +456,34 @@ def save_files():
     return {"served": np.abs(served.numpy() - trainer.predict(model, X, verbose=0)).max(), "restored": restored}
 
 
+def records():
+    """Trains on TFRecord files that the chief reads."""
+    path = str(OUT / "rows.tfrecord")
+    with tf.io.TFRecordWriter(path) as writer:
+        for row in np.concatenate([X, Y[:, None].astype(np.float32)], 1):
+            writer.write(row.tobytes())
+
+    def parse(batch):
+        rows = tf.reshape(tf.io.decode_raw(batch, tf.float32), [-1, 9])
+        return rows[:, :8], tf.cast(rows[:, 8], tf.int32)
+
+    stored, model = data.records_from(path, parse, BATCH, batched=True), dense()
+    history = trainer.fit(model, stored, epochs=2, verbose=0, validation_data=stored).history
+    return {
+        "steps": int(model.optimizer.iterations.numpy()),
+        "evaluated": [trainer.evaluate(model, *each, verbose=0) for each in ((stored,), (X, Y))],
+        "validated": history["val_loss"][-1],
+        "differs": np.abs(trainer.predict(model, stored, verbose=0) - trainer.predict(model, X, verbose=0)).max(),
+    }
+
+
 if __name__ == "__main__":
     results = {}
     quick = (
         train_digits,
         evaluate_and_predict,
         faults,
+        records,
         statistics,
         noise,
         save_files,

@@ -41,12 +41,16 @@ class Case:
         items, per_step = self.items(), workers if self.shard == "items" else 1
         weights, bias = (value.astype(np.float64) for value in START)
         losses = []
-        for _ in range(2):
+        steps = -(-len(items) // per_step)
+        stream = items * 3  # a generator goes on in the next epoch
+        for epoch in range(2):
             squares = count = 0.0
-            for first in range(0, len(items), per_step):
+            begin = epoch * steps * per_step if self.form == "generator" else 0
+            given = stream[begin : begin + steps * per_step] if self.form == "generator" else items
+            for first in range(0, len(given), per_step):
                 x, y = (
                     np.concatenate(parts).astype(np.float64)
-                    for parts in zip(*items[first : first + per_step], strict=True)
+                    for parts in zip(*given[first : first + per_step], strict=True)
                 )
                 errors = x @ weights + bias - y
                 squares, count = squares + float((errors**2).sum()), count + len(x)

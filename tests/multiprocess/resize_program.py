@@ -1,5 +1,5 @@
-"""Trains with backups, and kills itself at a step. Arguments: strategy, output folder, devices of this process, the folder of the backups,
-the compression, and the step, 0 for none.
+"""Trains with backups, and kills itself at a step. Arguments: strategy, output folder, devices of this process, the folder of the backups
+(`{rank}` stands for the rank), the compression, and the step, 0 for none.
 
 Stores the hashes of the weights and of the optimizer's variables, and the history.
 """
@@ -17,7 +17,8 @@ from tests.multiprocess import harness
 from tfdist.tasks import digits
 
 name, out, devices, folder, compression, kill_at = sys.argv[1:]
-backup = tfdist.BackupAndRestore(folder, save_freq=1, delete_checkpoint=False)
+rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
+backup = tfdist.BackupAndRestore(folder.replace("{rank}", str(rank)), save_freq=1, delete_checkpoint=False)
 compressions = {"none": None, "powersgd": tfdist.CompressionConfig("powersgd", start_powerSGD_iter=0)}
 options = harness.transport() if name == "multi_worker_mirrored" else {}
 trainer = tfdist.Trainer(name, devices=int(devices), backup=backup, compression=compressions[compression], **options)

@@ -17,3 +17,10 @@ def test_a_rate_that_the_chief_sets_before_a_step_holds_on_all_workers_in_it(run
 def test_statistics_that_one_worker_has_forgotten_are_averaged_by_none(runs):
     for results in runs("multi_worker_mirrored", "agree_program")[0]:
         assert results["a_model_that_one_worker_has_forgotten"] == ([1.5, 15.0], 2)
+
+
+def test_bytes_of_any_length_reach_the_ranks_that_receive_them(runs):
+    for rank, results in enumerate(runs("multi_worker_mirrored", "agree_program")[0]):
+        receives = [rank == 0, rank == 1, rank == 0, rank == 1]
+        for expects, (received, sent) in zip(receives, results["bytes_that_are_sent"], strict=True):
+            assert received == (sent if expects else None)

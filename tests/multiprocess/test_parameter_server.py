@@ -94,6 +94,15 @@ def test_the_chief_writes_what_is_on_the_servers(results):
     assert found["served"] < 1e-6 and found["restored"] == 0
 
 
+def test_the_chief_reads_records(results):
+    found = results["records"]
+    assert found["steps"] == 10
+    of_records, of_arrays = found["evaluated"]
+    np.testing.assert_allclose(of_records, of_arrays, rtol=1e-5)
+    assert found["validated"] == pytest.approx(of_records[0], rel=1e-5)
+    assert found["differs"] < 1e-6
+
+
 def test_weights_are_on_the_servers_and_counters_on_the_chief(results):
     devices = results["train_digits"]["devices"]
     on_chief = {path for path, device in devices.items() if "/job:chief" in device}

@@ -30,6 +30,7 @@ FIT_CASES = [
     "validation_split_nadam",
     "validation_data_both",
     "dataset",
+    "stored",
     "steps",
     "runs_out",
     "initial_epoch_sample_weight",

@@ -17,10 +17,10 @@ pytestmark = pytest.mark.timeout(600)
 STEPS, EXAMPLES = 9, 500  # of an epoch
 
 
-def run(folder, number, workers, devices, compression="none", kill_at=0):
+def run(folder, number, workers, devices, compression="none", kill_at=0, backups="backup"):
     """Runs a leg of a training in one process (`workers` 0), or in a cluster; returns the first rank's results, or None, and its output."""
     strategy, out = ("multi_worker_mirrored" if workers else "mirrored"), folder / f"leg{number}"
-    arguments = (strategy, str(out), str(devices), str(folder / "backup"), compression, str(kill_at))
+    arguments = (strategy, str(out), str(devices), str(folder / backups), compression, str(kill_at))
     command = fork_server.command("tests.multiprocess.resize_program", *arguments)
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     if workers:

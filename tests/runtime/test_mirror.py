@@ -1,6 +1,9 @@
 """`mirror`: local folders whose files a thread uploads; on a server of S3 that fails for a while."""
 
 import os
+import subprocess
+import sys
+import threading
 
 import pytest
 
@@ -92,3 +95,32 @@ def test_a_forked_process_leaves_the_folder(s3, url):
         os._exit(0)
     os.waitpid(child, 0)
     until(opened.folder.exists)
+
+
+def test_a_server_that_never_answers_ends_with_a_warning_and_keeps_the_files(s3, url, capsys, monkeypatch):
+    monkeypatch.setattr(mirror, "_PATIENCE", 0.2)
+    monkeypatch.setattr(mirror, "_PAUSES_AT_END", ())
+    opened = mirror.opened(url, "log_dir", everything)
+    (opened.folder / "events").write_bytes(b"1")
+    mirror.settle()
+    answers = threading.Event()
+    s3.rule = lambda method, path, body: answers.wait(60) and None
+    (opened.folder / "more").write_bytes(b"1")
+    mirror.close(url)
+    assert f"not uploaded to {url}: more. The last error: no answer within 0.2 s" in capsys.readouterr().out
+    answers.set()
+    opened._thread.join(60)
+    assert "logs/events" in s3.files()
+
+
+@pytest.mark.parametrize("how", ["process_end.end(3)", "sys.exit(3)"])
+def test_the_last_lines_are_uploaded_however_a_process_ends(s3, url, how):
+    program = f"""
+import sys
+from tfdist.runtime import mirror, process_end
+opened = mirror.opened({url!r}, "log_dir", lambda path: True)
+(opened.folder / "events").write_bytes(b"last")
+{how}
+"""
+    assert subprocess.run([sys.executable, "-c", program], timeout=60).returncode == 3
+    assert storage.read(f"{url}/events") == b"last"

@@ -49,8 +49,9 @@ def test_in_a_training_it_is_noted():
     assert run("while not heard.requested: time.sleep(0.01)\nsys.exit(3)", training=True) == 3
 
 
-def test_a_training_that_does_not_end_within_the_grace_is_given_up():
+def test_a_training_that_does_not_end_within_the_grace_is_given_up(capfd):
     assert run("time.sleep(60)", grace=0.5, training=True) == 75
+    assert "no backup was completed within 0.45 s: steps after the last backup are lost" in capfd.readouterr().err
 
 
 def test_it_is_heard_while_the_main_thread_is_not_in_python():

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import uuid
 
+import fsspec
 import pytest
 
 from tests.helpers.s3 import s3  # noqa: F401 (a fixture)
@@ -94,3 +95,20 @@ def test_without_credentials_the_message_says_so(s3, monkeypatch, tmp_path):  # 
         monkeypatch.delenv(name)
     with pytest.raises(storage.DeniedError, match=r"no credentials .*AWS_ACCESS_KEY_ID"):
         storage.read(f"{s3.url}/x")
+
+
+@pytest.mark.parametrize(
+    ("options", "variable", "used"),
+    [({}, "", 1), ({"config_kwargs": {"retries": {"max_attempts": 7}}}, "", 7), ({}, "AWS_MAX_ATTEMPTS", None)],
+)
+def test_a_call_is_tried_twice_unless_the_environment_says_otherwise(s3, monkeypatch, options, variable, used):  # noqa: F811
+    monkeypatch.setitem(fsspec.config.conf, "s3", options)
+    if variable:
+        monkeypatch.setenv(variable, "3")
+    with storage._access(s3.url, "be read") as (fs, _):
+        assert fs.config_kwargs.get("retries", {}).get("max_attempts") == used
+    if used == 1:
+        s3.rule = lambda method, path, body: 500
+        with pytest.raises(storage.PassingError):
+            storage.write(f"{s3.url}/x", b"")
+        assert len(s3.requests) == 2

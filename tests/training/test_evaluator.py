@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import pathlib
 import shutil
 
 import keras
@@ -12,6 +13,8 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
+from tests.helpers.s3 import s3  # noqa: F401 (a fixture)
+from tfdist.runtime import storage
 from tfdist.training.evaluator import Evaluator
 
 EPOCHS, STEPS = 4, 5
@@ -51,11 +54,12 @@ def train(workdir):
     return predictions
 
 
-def evaluate(workdir, data=None):
+def evaluate(workdir, data=None, backup_dir=None):
     keras.backend.clear_session()
     trainer = tfdist.Trainer("one_device", cluster=False)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16) if data is None else data
-    Evaluator(build(trainer), data, str(workdir / "backup"), workdir, "evaluator-0", final_differs=False).run()
+    backup_dir = backup_dir or str(workdir / "backup")
+    Evaluator(build(trainer), data, backup_dir, workdir, "evaluator-0", final_differs=False).run()
     lines = (workdir / "evaluations.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -166,3 +170,14 @@ def test_another_training_in_the_folder_is_evaluated_anew(tmp_path):
     before = (tmp_path / "evaluations.before.jsonl").read_text().splitlines()
     assert [json.loads(line) for line in before] == first
     assert curve(tmp_path) == pytest.approx({row["step"]: row["metrics"]["loss"] for row in rows})
+
+
+def test_a_storage_that_fails_for_a_while_is_waited_for(tmp_path, caplog, s3):  # noqa: F811
+    predictions = train(tmp_path)
+    for path in filter(pathlib.Path.is_file, (tmp_path / "backup").rglob("*")):
+        storage.upload(str(path), f"{s3.url}/{path.relative_to(tmp_path)}")
+    failures = iter([500] * 5)
+    s3.rule = lambda method, path, body: next(failures, None) if "list-type" in path else None
+    check(rows := evaluate(tmp_path, backup_dir=f"{s3.url}/backup"), predictions)
+    assert [row["step"] for row in rows] == [*predictions]
+    assert caplog.text.count("the evaluator tries again until it can be") == 1

@@ -39,7 +39,8 @@ class BackupAndRestore(keras.callbacks.Callback):
     stays until `Trainer.save`, or the model's own `save` or `export`, has written the model.
 
     Args:
-        backup_dir: A folder that all tasks share and no other training uses: a path, or a URL for fsspec, such as `s3://bucket/run`.
+        backup_dir: A folder that no other training uses: a path, or a URL for fsspec, such as `s3://bucket/run`. If the tasks do not share the
+            path's folder, the chief stores the backups of all tasks on its host.
         save_freq: Steps between backups, or `"epoch"` for one after each epoch.
         save_every_seconds: Also save when the last backup is older than this. None means no such limit.
         keep: Number of backups to keep. If the newest is damaged, a run restores an older one.
@@ -96,6 +97,7 @@ class BackupAndRestore(keras.callbacks.Callback):
         self._finished: list[tuple[Storage, weakref.ref[keras.Model]]] = []
         self._progress: progress.Progress | None = None
         self.training_id = ""
+        self._chiefs_seed = ""  # the text of the argument of `restore_seed`
 
     backup_dir = property(operator.attrgetter("options.backup_dir"))
     save_freq = property(operator.attrgetter("options.save_freq"))
@@ -137,7 +139,7 @@ class BackupAndRestore(keras.callbacks.Callback):
             self.preemption.training = True
         try:
             yield session
-            self._finished.append((storage, weakref.ref(model)))
+            self._finished.append((session.storage, weakref.ref(model)))
             self._fits += 1
         finally:
             if self.preemption:
@@ -187,12 +189,16 @@ class BackupAndRestore(keras.callbacks.Callback):
             progress.note_backup(path, exists=False)
             Storage(path, 0, 1).remove_all(every_rank=True)
 
-    def restore_seed(self) -> None:
+    def restore_seed(self, chiefs: str = "") -> None:
         """Sets TensorFlow's random seed to that of the backup that `fit` will resume. Without a backup, sets a random seed if no seed is set.
 
         Call it before you create datasets, because a dataset that shuffles reads the seed when it is created. A seed that you set later applies.
+
+        Args:
+            chiefs: The text of the chief's `saved_seed()`: a number, or "None". By default this process reads the backup.
         """
-        seed = self._saved_seed()
+        self._chiefs_seed = chiefs or str(self.saved_seed())
+        seed = None if self._chiefs_seed == "None" else int(self._chiefs_seed)
         if seed is None and tf_internals.global_seed() is None:
             seed = int.from_bytes(os.urandom(4), "little") >> 1
         if seed is not None and seed != tf_internals.global_seed():
@@ -200,9 +206,10 @@ class BackupAndRestore(keras.callbacks.Callback):
 
     def resumes(self) -> bool:
         """Returns whether the first `fit` of this program will resume from a backup."""
-        return self._saved_seed() is not None
+        return (self._chiefs_seed or str(self.saved_seed())) != "None"
 
-    def _saved_seed(self) -> int | None:
+    def saved_seed(self) -> int | None:
+        """Returns the seed of the newest backup that this process sees; None without a backup."""
         return None if late_removal.is_put_off(self.backup_dir) else read_seed(self.backup_dir)
 
     def on_train_begin(self, logs: Logs = None) -> None:

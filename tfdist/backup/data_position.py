@@ -52,6 +52,7 @@ class TrainingPasses(Passes):
         reads_on = self.steps_per_epoch is not None
         self.state = DatasetRandomState(source.datasets, source.adapter, is_backed_up, reads_on)
         self._resumes = False
+        source.before_reading = self.state.begin_items
 
     def resume(self, position: LoopPosition, own: Mapping[str, Any]) -> None:
         """Makes the next epoch continue from a position; `own` is this rank's part of the backup, which includes the state of the data."""
@@ -123,5 +124,6 @@ class TrainingPasses(Passes):
                 replay(dataset, position.passes)
             self.iterator = iter(())
             return
+        self.source.makes_skipped = self.state.items_draw()
         ready = self.state.prepare_replay(position.passes, in_pass)
         self.iterator = self.source.open_at(position.passes, position.drawn, ready)

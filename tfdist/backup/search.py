@@ -7,16 +7,16 @@ import dataclasses
 import functools
 import os
 import time
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdist.backup import contents, files
+from tfdist.backup import contents, files, unshared
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.files import CorruptBackupError, UnreadableBackupError
 from tfdist.backup.state import is_of_replica
-from tfdist.backup.storage import MANIFEST, SHARED, STATE_FILE, Storage
+from tfdist.backup.storage import MANIFEST, SHARED, STATE_FILE, Storage, part_of
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime import storage as urls
@@ -29,7 +29,7 @@ _RETRY_EVERY = 0.5
 _PROBE_PAUSES = (1.0, 2.0)  # seconds between attempts to write to a URL
 _CHECK_URL = "Does the bucket exist, can this host reach it, and do the credentials in the environment permit to write?"
 _NO_SHARED = (
-    "Give a folder that all tasks share (backup_dir=..., or for tfdist train --config.backup.dir=...), or train without backups (no "
+    "Give a folder or a URL that all tasks reach (backup_dir=..., or for tfdist train --config.backup.dir=...), or train without backups (no "
     "backup_dir, or --config.backup.save_freq=never)."
 )
 
@@ -52,20 +52,48 @@ class Size(NamedTuple):
     is_fixed: bool = False
 
 
-def find_backup(storage: Storage, ranks: Ranks, size: Size, had_backup: bool = False) -> Snapshot | None:
+class Reach(NamedTuple):
+    """The result of `check_folder`: how the tasks reach the backups.
+
+    Attributes:
+        owners: The users whose files are trusted: root, this process's user, and the owners of the tasks' own files, because network
+            storage may change the owner of a file.
+        is_shared: Whether all tasks see the chief's files; equal on all ranks.
+        is_blind: Whether this task does not see the chief's files.
+    """
+
+    owners: frozenset[int]
+    is_shared: bool = True
+    is_blind: bool = False
+
+
+def find_backup(
+    storage: Storage, ranks: Ranks, size: Size, had_backup: bool = False, reach: Reach | None = None
+) -> Snapshot | None:
     """Reads the newest complete backup; returns None if the folder has never had a backup. A collective.
 
-    `had_backup` says that this run wrote a backup before it was restarted. Raises ConfigError if the folder cannot be used, or a backup belongs to
+    `had_backup` says that this run wrote a backup before it was restarted. `reach` is the result of `check_folder`, if the caller has it. Raises ConfigError if the folder cannot be used, or a backup belongs to
     another cluster or user. Raises BackupError if backups existed but none is complete, or if a backup cannot be read.
     """
-    owners = _check_folder(storage, ranks)
-    listed = _agreed(ranks, storage.folder, _attempt(lambda: _list_backups(storage, owners)))
+    reach = reach or check_folder(storage, ranks)
+    listed = _agreed(ranks, storage.folder, _attempt(lambda: _list_backups(storage, reach.owners)))
     points, completed = listed or ([], set())
+    if not reach.is_shared:
+        unshared.check_others(storage, ranks, (points, completed), reach.is_blind)
+        if not ranks.is_chief:
+            points, completed = [], set()
     snapshot: Snapshot | None = None
     torn: list[str] = []
-    while snapshot is None and (point := _of_chief(ranks, points.pop(0) if points else BEFORE_ALL)) != BEFORE_ALL:
-        outcome = _attempt(functools.partial(_read, storage, point, ranks, size, owners, point in completed))
-        snapshot = _agreed(ranks, storage.path(point), outcome)
+    next_point = functools.partial(unshared.point_of_chief, ranks)
+    readers = [ranks.rank] if reach.is_shared else range(ranks.size if ranks.is_chief else 0)
+    while snapshot is None and (point := next_point(points.pop(0) if points else BEFORE_ALL)) != BEFORE_ALL:
+        read = functools.partial(_read, storage, point, size, reach.owners, point in completed, readers)
+        outcome = _attempt(read)
+        parts: _Parts | None = _agreed(ranks, storage.path(point), outcome)
+        if parts and reach.is_shared:
+            snapshot = Snapshot(point, parts.manifest, parts.shared, parts.own[0])
+        elif parts:
+            snapshot = Snapshot(point, *unshared.send_parts(ranks, *parts))
         if outcome.code == _TORN:
             torn.append(outcome.why)
             if ranks.is_chief or point in completed:
@@ -148,9 +176,23 @@ def _list_backups(storage: Storage, owners: Collection[int]) -> tuple[list[SaveP
     return storage.points(), storage.completed()
 
 
+class _Parts(NamedTuple):
+    manifest: Mapping[str, Any]
+    shared: Mapping[str, Any]
+    own: Sequence[Mapping[str, Any]]
+
+
 def _read(
-    storage: Storage, point: SavePoint, ranks: Ranks, size: Size, owners: Collection[int], was_complete: bool
-) -> Snapshot:
+    storage: Storage,
+    point: SavePoint,
+    size: Size,
+    owners: Collection[int],
+    was_complete: bool,
+    readers: Sequence[int],
+) -> _Parts:
+    """Returns the manifest, the shared part and the own parts of the ranks `readers`; one own part if all ranks have the same."""
+    if not readers:  # the chief reads, and will send this rank's parts
+        return _Parts({}, {}, [])
     path = storage.path(point)
     if not files.is_folder(path):
         raise UnreadableBackupError(f"{path} cannot be read: it is not there")
@@ -161,9 +203,12 @@ def _read(
     _check_format(storage, point, manifest)
     contents.check_manifest(manifest, point, storage.path(point, MANIFEST))
     _check_size(storage, point, manifest, size)
-    shared, own = storage.read_part(point, SHARED), _read_own(storage, point, manifest, ranks.rank, size)
-    contents.check_tensors(manifest, shared, own, path)
-    return Snapshot(point, manifest, shared, own)
+    shared = storage.read_part(point, SHARED)
+    is_same = size.replicas != manifest["replicas"]
+    parts = [_read_own(storage, point, manifest, rank, size) for rank in (readers[:1] if is_same else readers)]
+    for own in parts:
+        contents.check_tensors(manifest, shared, own, path)
+    return _Parts(manifest, shared, parts)
 
 
 def _read_own(
@@ -182,20 +227,15 @@ def _read_own(
         task_part, parts = 0, range(manifest["tasks"])
     own: dict[str, np.ndarray] = {}
     for part in parts:
-        tensors = storage.read_part(point, f"rank-{part}")
+        tensors = storage.read_part(point, part_of(part))
         own |= tensors if part == task_part else {name: tensors[name] for name in tensors if is_of_replica(name)}
     return own
 
 
-def _of_chief(ranks: Ranks, point: SavePoint) -> SavePoint:
-    step, epoch_ended = ranks.gather(*point)[0]
-    return SavePoint(int(step), bool(epoch_ended))
+def check_folder(storage: Storage, ranks: Ranks) -> Reach:
+    """Checks that all tasks can write to the folder, and whether they see the chief's files. A collective.
 
-
-def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
-    """Checks that all tasks can write to the folder and see the chief's files; returns the users whose files are trusted.
-
-    Trusted are root, this process's user, and the owners of the tasks' own files: network storage may change the owner of a file.
+    Raises ConfigError if a task cannot write there, or does not see the chief's files at a URL.
     """
     folder = storage.folder
     chief_probe, own_probe = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
@@ -208,7 +248,8 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
     except OSError as e:
         why = files.first_line(e)
     owners, failed = ranks.gather(float(owner), float(bool(why))).T
-    deadline = time.monotonic() + _SHARED_WITHIN
+    # The chief has written its file, so a disk of this host would show it at once.
+    deadline = time.monotonic() + (0.0 if unshared.is_on_own_disk(folder) else _SHARED_WITHIN)
     while not failed.any() and not (sees_chief := _is_there(chief_probe)) and time.monotonic() < deadline:
         time.sleep(0.1)
     blind = ranks.gather(float(not failed.any() and not sees_chief))[:, 0]
@@ -217,12 +258,15 @@ def _check_folder(storage: Storage, ranks: Ranks) -> frozenset[int]:
     if failed.any():
         check = "Is there space, and permission to write?" if files.is_local(folder) else _CHECK_URL
         raise ConfigError(f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. {check} {_NO_SHARED}")
-    if blind.any():
+    if blind.any() and not files.is_local(folder):
         raise ConfigError(
             f"backup_dir {folder!r} must be a folder that all tasks share, but task {_numbers(blind)} does not see the chief's files there. "
             f"{_NO_SHARED}"
         )
-    return frozenset({0, os.geteuid(), *map(int, owners)})
+    if blind.any():
+        unshared.announce(folder, ranks, np.flatnonzero(blind).tolist())
+    trusted = frozenset({0, os.geteuid(), *map(int, owners)})
+    return Reach(trusted, is_shared=not blind.any(), is_blind=bool(blind[ranks.rank]))
 
 
 def _is_there(path: str) -> bool:

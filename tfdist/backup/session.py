@@ -21,7 +21,7 @@ from tfdist.aliases import Logs, RandomGenerator, StepFunction
 from tfdist.backup import compatibility, files, state, unsaved_randomness
 from tfdist.backup.contents import BEFORE_ALL, SavePoint
 from tfdist.backup.data_position import LoopPosition, TrainingPasses
-from tfdist.backup.search import FORMAT, Size, Snapshot, find_backup
+from tfdist.backup.search import FORMAT, Size, Snapshot, check_folder, find_backup
 from tfdist.backup.snapshot_writer import SnapshotWriter
 from tfdist.backup.state import TrainingState, users_callbacks
 from tfdist.backup.storage import Storage
@@ -46,6 +46,7 @@ class BackupSession:
     Attributes:
         resumed_logs: The logs of the last step before a resume within an epoch, because the epoch may have no further
             steps; None otherwise.
+        storage: The backups.
         training: The chief's identifier of this training run: equal after a restart, different for each new run.
     """
 
@@ -67,7 +68,7 @@ class BackupSession:
         self.resumed_logs: Any = None
         self.before_validation: Snapshot | None = None
         self._options = options
-        self._storage = storage
+        self.storage = storage
         self._snapshots = SnapshotWriter(storage, ranks, options.keep, task_progress)
         self._model = model
         self._ranks = ranks
@@ -93,9 +94,11 @@ class BackupSession:
         Call it before Keras builds anything from the random seed.
         """
         self._snapshots.check_free()
-        had_backup = progress.had_backup(self._storage.folder)
+        had_backup = progress.had_backup(self.storage.folder)
         size = Size(self._ranks.size, self._strategy.num_replicas_in_sync, is_fixed=self._strategy.traits.asynchronous)
-        self._resume_from = find_backup(self._storage, self._ranks, size, had_backup)
+        reach = check_folder(self.storage, self._ranks)
+        self.storage = self._snapshots.storage = dataclasses.replace(self.storage, is_shared=reach.is_shared)
+        self._resume_from = find_backup(self.storage, self._ranks, size, had_backup, reach)
         current_seed = tf_internals.global_seed()
         seed = self._resume_from.manifest["seed"] if self._resume_from else current_seed
         if seed is None:
@@ -140,7 +143,7 @@ class BackupSession:
             if self._trained and number in saved_about["optimizer"]:
                 optimizer["learning_rate"] = saved_about["optimizer"][number].get("learning_rate")
         compatibility.check_same_training(
-            self._about, saved_about, self._storage.path(snapshot.point), self._storage.folder
+            self._about, saved_about, self.storage.path(snapshot.point), self.storage.folder
         )
         self._state.resizes = snapshot.manifest["replicas"] != self._strategy.num_replicas_in_sync
         self._snapshots.take_folder(snapshot.point)
@@ -161,14 +164,14 @@ class BackupSession:
             )
         if ignored := self._state.ignored_attributes():
             logger.warning(
-                f"{self._storage.path(snapshot.point)} contains {', '.join(ignored)}, which the state of these callbacks does not include: not restored"
+                f"{self.storage.path(snapshot.point)} contains {', '.join(ignored)}, which the state of these callbacks does not include: not restored"
             )
         if forgotten := self._state.unsaved_callbacks():
             logger.warning(
                 f"the state of {', '.join(forgotten)} is lost: a callback needs state_dict() and load_state_dict()"
             )
         if self._ranks.is_chief and first_epoch >= epochs and self._is_last():
-            path, last = self._storage.folder, position.epoch
+            path, last = self.storage.folder, position.epoch
             further = (
                 f"To train further, raise epochs. Received: {epochs}."
                 if not stops
@@ -183,7 +186,7 @@ class BackupSession:
             where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
             logger.info(
                 f"resuming from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
-                f"of {self._storage.path(snapshot.point)}"
+                f"of {self.storage.path(snapshot.point)}"
             )
         return range(first_epoch, epochs)
 
@@ -247,7 +250,7 @@ class BackupSession:
         """Captures the state before a validation, if the process may have to save during the validation."""
         position = self.passes.position
         # An upload may fail.
-        is_local = files.is_local(self._storage.folder)
+        is_local = files.is_local(self.storage.folder)
         is_saved = is_local and self._last_point == SavePoint(position.step, position.epoch_step == 0)
         if self._options.preemption and not is_saved and self._agreement.can_agree(self._model.test_function):
             self.before_validation = self._capture(to_host=False)

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import os
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from typing import Any
 
-from tfdist.backup import files
+from tfdist.backup import files, unshared
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import ReadError, first_line
 from tfdist.backup.search import Snapshot
-from tfdist.backup.storage import SHARED, Storage, remove_damaged, set_damaged_aside
+from tfdist.backup.storage import SHARED, Storage, part_of, remove_damaged, set_damaged_aside
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime import late_removal, mirror, ownership, progress
@@ -26,11 +27,12 @@ class SnapshotWriter:
     snapshot (`settle`), which is then tried.
 
     Attributes:
+        storage: The backups.
         saved: The point of the newest snapshot written; None before the first.
     """
 
     def __init__(self, storage: Storage, ranks: Ranks, keep: int, task_progress: progress.Progress):
-        self._storage = storage
+        self.storage = storage
         self._ranks = ranks
         self._keep = keep
         self._progress = task_progress
@@ -54,7 +56,7 @@ class SnapshotWriter:
             except ConfigError as e:
                 why = str(e)
             except OSError as e:
-                why = f"backup_dir {self._storage.folder!r} cannot be written to: {first_line(e)}. Is there space, and permission to write?"
+                why = f"backup_dir {self.storage.folder!r} cannot be written to: {first_line(e)}. Is there space, and permission to write?"
         if fault := self._ranks.agree(why):
             raise ConfigError(fault)
 
@@ -70,14 +72,16 @@ class SnapshotWriter:
         if self._ranks.is_chief:
             try:
                 self._ownership.acquire()
-                set_damaged_aside(self._storage, after)
+                set_damaged_aside(self.storage, after)
             except (OSError, ReadError) as e:
                 why = first_line(e)
         if reason := self._ranks.agree(why):
             raise BackupError(
-                f"backup_dir {self._storage.folder!r} cannot be taken over: {reason}. Is there space, and permission to write?"
+                f"backup_dir {self.storage.folder!r} cannot be taken over: {reason}. Is there space, and permission to write?"
             )
-        self._storage.clean(after)
+        self.storage.clean(after)
+        if not self.storage.is_shared:
+            unshared.remove_stale(self.storage, self._ranks)
         self._ranks.barrier()
 
     def start(self, snapshot: Snapshot, is_last: bool = False) -> None:
@@ -88,7 +92,10 @@ class SnapshotWriter:
         if (point := snapshot.point) == self.saved:  # equal on all ranks, so all of them return
             return
         if self._is_local:
-            self.thread.start(lambda: self._write(snapshot))
+            # The main thread gathers, because a step's collectives run in it.
+            is_shared = self.storage.is_shared
+            parts = {self._ranks.rank: snapshot.own} if is_shared else unshared.gather_parts(self._ranks, snapshot.own)
+            self.thread.start(lambda: self._write(snapshot, parts))
             return
         self._why, self._given_up, self._uploading = "", "", point
         self._hurry.clear()
@@ -129,7 +136,7 @@ class SnapshotWriter:
 
     def _upload(self, snapshot: Snapshot, is_last: bool) -> None:
         try:
-            self._write(snapshot)
+            self._write(snapshot, {self._ranks.rank: snapshot.own})
         except BackupError as e:
             self._why = str(e).rstrip(".")
             if not is_last:
@@ -147,18 +154,19 @@ class SnapshotWriter:
     def _remove_failed(self, point: SavePoint) -> str:
         """Removes what this rank has uploaded of a backup that failed, so that parts of two attempts do not mix; returns why it cannot."""
         try:
-            self._storage.remove(point)
+            self.storage.remove(point)
             return ""
         except (OSError, ReadError) as e:
             return first_line(e)
 
-    def _write(self, snapshot: Snapshot) -> None:
-        """Writes this rank's parts of a snapshot. Raises ConfigError if another run has taken the folder over."""
-        storage, point = self._storage, snapshot.point
+    def _write(self, snapshot: Snapshot, parts: Mapping[int, Mapping[str, Any]]) -> None:
+        """Writes a snapshot's parts, given by rank; the chief also writes the shared part. Raises ConfigError if another run has taken the folder over."""
+        storage, point = self.storage, snapshot.point
         if self._ranks.is_chief:
             self._ownership.check()
         mirror.settle()  # so that logs of the steps before the backup are not lost with this host
-        storage.write_part(point, storage.part, snapshot.own, self._hurry)
+        for rank, own in parts.items():
+            storage.write_part(point, part_of(rank), own, self._hurry)
         if self._ranks.is_chief:
             storage.write_part(point, SHARED, snapshot.shared, self._hurry)
             self._ownership.check()  # check again: only the manifest makes the parts a backup
@@ -174,7 +182,7 @@ class SnapshotWriter:
 
     def _clean(self) -> None:
         try:
-            self._storage.clean()
+            self.storage.clean()
         except urls.StorageError as e:
             logger.warning(f"{e}; files of unfinished backups remain until the next backup")
 

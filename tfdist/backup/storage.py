@@ -55,16 +55,24 @@ _REMOVED = "removed"  # the manifest of a backup that is being removed
 
 @dataclasses.dataclass(frozen=True)
 class Storage:
-    """The backups of one training, in a folder that all ranks share. Rank 0 is the chief; `ranks` is the number of tasks."""
+    """The backups of one training, in a folder that all ranks share, or on the chief's host. Rank 0 is the chief.
+
+    Attributes:
+        folder: The folder.
+        rank: This task's rank.
+        ranks: The number of tasks.
+        is_shared: Whether all ranks see the same folder. If not, the chief writes and removes the files of all ranks (`unshared.py`).
+    """
 
     folder: str
     rank: int
     ranks: int
+    is_shared: bool = True
 
     @property
     def part(self) -> str:
         """The name of this rank's part."""
-        return f"rank-{self.rank}"
+        return part_of(self.rank)
 
     def points(self) -> list[SavePoint]:
         """Returns the save points of all backups, complete or not, newest first."""
@@ -153,7 +161,7 @@ class Storage:
 
     def _complete(self, point: SavePoint, values: Mapping[str, Any], given_up: Callable[[], str]) -> None:
         written: dict[str, Any] = {}
-        for part in (SHARED, *(f"rank-{rank}" for rank in range(self.ranks))):
+        for part in (SHARED, *map(part_of, range(self.ranks))):
             self._wait_for_index(point, part, given_up)
             for name in files.list_folder(self.path(point)):
                 if name.startswith(part) and _DATA_FILE.fullmatch(name.removeprefix(part)):
@@ -212,6 +220,8 @@ class Storage:
 
         If `after` is None, removes them from such backups before the newest complete backup.
         """
+        if self.rank and not self.is_shared:
+            return
         try:
             points = self.points()
         except UnreadableBackupError:
@@ -241,9 +251,9 @@ class Storage:
             pass
 
     def _owns(self, name: str) -> bool:
-        """Returns whether a file is of this rank's part, or of the part of a rank that this run does not have."""
+        """Returns whether this rank removes a file: of its own part, or of the part of a rank that this run does not have."""
         match = _PART_FILE.match(name)
-        return match is not None and int(match[1]) % self.ranks == self.rank
+        return match is not None and (int(match[1]) % self.ranks == self.rank or not self.is_shared)
 
     def remove_all(self, every_rank: bool = False) -> None:
         """Removes the files of this rank or of every rank from all backups. The chief also removes the list of backups."""
@@ -251,7 +261,7 @@ class Storage:
             for name in (STATE_FILE, STATE_FILE + _PARTIAL):
                 urls.remove(os.path.join(self.folder, name))
             remove_damaged(self.folder)
-        for point in self.points():
+        for point in self.points() if self.is_shared or self.rank == 0 else ():
             self.remove(point, every_rank)
         if files.is_local(self.folder):
             with contextlib.suppress(
@@ -312,6 +322,11 @@ class Storage:
                 logger.info(f"waiting for {self.path(point, part)}.index")
                 reported = now
             time.sleep(_POLL if files.is_local(self.folder) else _POLL_URL)
+
+
+def part_of(rank: int) -> str:
+    """Returns the name of a rank's part."""
+    return f"rank-{rank}"
 
 
 def _save(prefix: str, tensors: Mapping[str, Any]) -> None:

@@ -1,18 +1,21 @@
-"""Exchange of a few numbers, texts and decisions among the tasks of a strategy."""
+"""Exchange of numbers, texts, decisions and bytes among the tasks of a strategy."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
 _PIECE = 256  # bytes: a text is padded to a multiple, because TensorFlow traces a function for each length
+_LONGEST_MESSAGE = (
+    1 << 24
+)  # bytes: a longer content is sent in several messages, so that no rank needs a second copy of it
 
 
 class Ranks:
-    """Exchanges a few numbers and texts among the tasks of a strategy. Every method is a collective: every rank must call it.
+    """Exchanges numbers, texts and bytes among the tasks of a strategy. Every method is a collective: every rank must call it.
 
     Args:
         strategy: The strategy.
@@ -78,6 +81,34 @@ class Ranks:
         """Returns the chief's value."""
         return value if self.size == 1 else self._reduce(value if self.is_chief else tf.zeros_like(value))
 
+    def send(self, source: int, content: Sequence[np.ndarray], target: int | None = None) -> np.ndarray | None:
+        """Sends bytes from one rank to another, or to all others.
+
+        The messages pass through every rank, as a sum with zeros.
+
+        Args:
+            source: The rank that sends.
+            content: The arrays of uint8 to send, one after the other. Other ranks pass an empty sequence.
+            target: The rank that receives; None means all ranks except `source`.
+
+        Returns:
+            The bytes, as uint8, on a rank that receives; None on the others.
+        """
+        total = int(self.gather(float(sum(map(len, content))))[source, 0])
+        receives = self.rank != source and target in (None, self.rank)
+        received = np.empty(total if receives else 0, np.uint8)
+        messages = _messages(content)
+        for start in range(0, total, _LONGEST_MESSAGE):
+            length = min(total - start, _LONGEST_MESSAGE)
+            # The lengths of last messages are powers of two, because TensorFlow traces a function for each length.
+            padded = np.zeros(max(1 << (length - 1).bit_length(), _PIECE), np.uint8)
+            if self.rank == source:
+                padded[:length] = next(messages)
+            result = self._reduce(padded.view(np.int64))  # collectives have no uint8, and GPUs keep int32 on the host
+            if receives:
+                received[start : start + length] = result.numpy().view(np.uint8)[:length]
+        return received if receives else None
+
     def _reduce(self, value: Any) -> tf.Tensor:
         replicas = self._strategy.num_replicas_in_sync // self.size
 
@@ -88,3 +119,19 @@ class Ranks:
         values = self._strategy.experimental_distribute_values_from_function(once)
         # Calls a concrete function: `self._sum` would warn the user that it is traced for several shapes.
         return self._sum.get_concrete_function(values)(values)
+
+
+def _messages(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
+    """Yields the bytes of all arrays, `_LONGEST_MESSAGE` at a time."""
+    message, filled = np.empty(_LONGEST_MESSAGE, np.uint8), 0
+    for array in arrays:
+        start = 0
+        while start < len(array):
+            length = min(len(array) - start, _LONGEST_MESSAGE - filled)
+            message[filled : filled + length] = array[start : start + length]
+            start, filled = start + length, filled + length
+            if filled == _LONGEST_MESSAGE:
+                yield message
+                filled = 0
+    if filled:
+        yield message[:filled]

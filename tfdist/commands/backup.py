@@ -3,7 +3,7 @@
     tfdist backup show DIR [--json]                 # exit code 1 if no backup is whole
     tfdist backup export DIR OUT.keras [--step=N]   # the model of the newest whole backup, or of the backup at step N
 
-DIR is the run's work directory, or the folder of its backups, which may be a URL. All checksums are verified, so every file is read to its end.
+DIR is the run's work directory, or the folder of its backups; both may be URLs. All checksums are verified, so every file is read to its end.
 `export` builds the model from the run's config.json, so it works only for runs of `tfdist train`. The exported optimizer starts from its initial state.
 
 `python -m tfdist.backup` is the same command.
@@ -23,11 +23,9 @@ from absl import flags
 from tfdist.compat import keras_backend
 from tfdist.config import command_line, files
 from tfdist.errors import BackupError, ConfigError, describe_error, format_value, unknown_name_message
-from tfdist.runtime import process_end, tensorflow_log
-from tfdist.runtime.files import WriteError, read_file
+from tfdist.runtime import process_end, storage, tensorflow_log
+from tfdist.runtime.files import WriteError
 from tfdist.runtime.log import logger, print_always
-from tfdist.runtime.storage import faults as url_faults
-from tfdist.runtime.storage import is_url
 
 if TYPE_CHECKING:
     from tfdist.backup import listing
@@ -65,6 +63,8 @@ def main(argv: Sequence[str]) -> int:
             folder, config = find_backups(words[1])
             if os.path.isdir(folder):
                 os.listdir(folder)
+        except storage.StorageError as e:
+            raise ConfigError(f"{storage.reason(e)}.") from None
         except PermissionError as e:
             raise ConfigError(
                 f"{format_value(words[1])} cannot be read: {e.strerror}; read it as the user who ran it."
@@ -80,45 +80,56 @@ def main(argv: Sequence[str]) -> int:
         return 1
 
 
-def find_backups(path: str) -> tuple[str, pathlib.Path | None]:
+def find_backups(path: str) -> tuple[str, str | None]:
     """Returns the folder of a run's backups, and the run's `config.json` or None.
 
     Args:
-        path: The run's work directory, or the folder of the backups.
+        path: The run's work directory, or the folder of the backups; a path or a URL.
 
     Raises:
         ConfigError: The folder does not exist, or its `config.json` cannot be read.
+        StorageError: The storage of the URL cannot be read.
     """
-    if is_url(path):
-        if faults := list(url_faults("DIR", path)):
-            raise ConfigError(faults)
-        return path, None
-    folder = pathlib.Path(path)
-    if not path or not folder.is_dir():
+    if faults := list(storage.faults("DIR", path)):
+        raise ConfigError(faults)
+    remote = storage.is_url(path)
+    folder = path.rstrip("/") if remote else str(pathlib.Path(path))
+    if not remote and not (path and os.path.isdir(path)):
         raise ConfigError(
             f"{format_value(path)} is not a folder; give a run's work directory, or the folder of its backups."
         )
-    for workdir in (folder, folder.absolute().parent):
-        config = workdir / "config.json"
-        if not config.is_file():
+    for workdir in (folder, os.path.dirname(folder if remote else os.path.abspath(folder))):
+        config = os.path.join(workdir, "config.json")
+        if storage.is_url(workdir) != remote or not storage.is_file(config):  # a bucket has no parent
             continue
-        backups = _backup_dir(config) or str(workdir / "backup")
-        if workdir == folder or os.path.realpath(backups) == os.path.realpath(folder):
+        backups = _backup_dir(config) or os.path.join(workdir, "backup")
+        if workdir == folder or _real(backups) == _real(folder):
             return backups, config
-    inside = folder / "backup"  # the folder of a script's Trainer
-    return str(inside if inside.is_dir() and not any(folder.glob("step-*")) else folder), None
+    inside = os.path.join(folder, "backup")  # the folder of a script's Trainer
+    return inside if storage.is_folder(inside) and not _has_backups(folder) else folder, None
 
 
-def _backup_dir(config: pathlib.Path) -> str:
+def _real(folder: str) -> str:
+    return folder.rstrip("/") if storage.is_url(folder) else os.path.realpath(folder)
+
+
+def _has_backups(folder: str) -> bool:
     try:
-        return str(json.loads(read_file(config))["backup"]["dir"])
+        return any(name.startswith("step-") for name in storage.list_folder(folder))
+    except FileNotFoundError:
+        return False
+
+
+def _backup_dir(config: str) -> str:
+    try:
+        return str(json.loads(files.read_config(config))["backup"]["dir"])
     except (OSError, ValueError, KeyError, TypeError) as e:
         raise ConfigError(f"{config} is not a file of a run: {describe_error(e)}") from None
 
 
 def _show(folder: str, as_json: bool) -> int:
     backups: list[listing.Listed] = []
-    if is_url(folder) or any(pathlib.Path(folder).glob("step-*")):  # otherwise TensorFlow need not be loaded
+    if _has_backups(folder):  # otherwise TensorFlow need not be loaded
         from tfdist.backup import listing
 
         backups = listing.read(folder)
@@ -131,7 +142,7 @@ def _show(folder: str, as_json: bool) -> int:
     return 0 if any(backup.state == "whole" for backup in backups) else 1
 
 
-def _export(folder: str, config: pathlib.Path | None, path: str, step: int | None) -> int:
+def _export(folder: str, config: str | None, path: str, step: int | None) -> int:
     if not path.endswith(".keras"):
         raise ConfigError(f"The model's file must end in '.keras'. Received: {format_value(path)}.")
     if os.path.lexists(path):
@@ -145,7 +156,7 @@ def _export(folder: str, config: pathlib.Path | None, path: str, step: int | Non
     with tensorflow_log.filtered():
         from tfdist.training import backup_export
 
-    backup = backup_export.export(files.load(str(config)), folder, path, step)
+    backup = backup_export.export(files.load(config), folder, path, step)
     print(f"{path}: the model of {backup}")
     return 0
 

@@ -369,6 +369,7 @@ def train(
     is_url = storage.is_url(workdir)
     logs = _logs_folder(workdir if is_url else pathlib.Path(workdir))
     backup: BackupAndRestore | None = None
+    configured.fix_threads(config)
     if trainer is None:
         options = {
             name: getattr(config, name) for name in ("compression", "start_timeout", "check_weights", "nan_policy")

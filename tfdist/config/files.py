@@ -19,6 +19,7 @@ from tfdist.config.options import NamedOptions, field_types, unknown_field
 from tfdist.config.presets import PRESETS
 from tfdist.config.train import TrainConfig
 from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
+from tfdist.runtime import storage
 from tfdist.runtime.files import read_file
 
 
@@ -38,10 +39,15 @@ def load(path: str) -> TrainConfig:
             )
         return PRESETS[path].config()
     try:
-        source = read_file(path)
+        source = read_config(path)
     except (OSError, ValueError) as e:
         raise ConfigError(f"--config={path}: {getattr(e, 'strerror', None) or e}.") from None
     return _of_json(path, source) if path.endswith(".json") else _of_program(path, source)
+
+
+def read_config(path: str) -> bytes:
+    """Returns the content of a file at a path or a URL. Raises OSError, or ValueError if the file is too large."""
+    return storage.read(path) if storage.is_url(path) else read_file(path)
 
 
 def _of_program(path: str, source: bytes) -> TrainConfig:

@@ -1,11 +1,10 @@
-"""`arrays_from`: training data in `.npy` and `.npz` files, which are mapped into memory and read row by row."""
+"""`arrays_from`: training data in `.npy`, `.npz` and Parquet files; arrays are mapped into memory and read row by row."""
 
 from __future__ import annotations
 
 import collections
 import dataclasses
 import functools
-import glob
 import math
 import os
 import re
@@ -19,15 +18,16 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Structure
+from tfdist.data import parquet_files, stored_files
 from tfdist.data.epoch_order import WINDOW
 from tfdist.data.stored import RowSource, StoredData, check_options
 from tfdist.errors import ConfigError, format_value, list_first
 
+_ENDINGS = (".npy", ".npz", ".parquet")
 KERAS_COLUMNS = ("x", "y", "sample_weight")
 _SHARD = re.compile(r"(?P<column>.+?)(?:-(?P<shard>\d+)(?:-of-\d+)?)?\.npy")
 _BLOCK_BYTES, _BLOCK_ROWS, _MOST_BLOCKS = 1 << 20, 1 << 12, 1 << 16
 _MOST_MAPS = 256  # maps that are open at once: each holds a file descriptor
-_MOST_FAULTS = 10
 _LONG_ROW = 2048  # bytes, from which on a second copy of a row costs more than a call of NumPy
 _LOCAL_HEADER = struct.Struct(
     "<4s22xHH"
@@ -54,7 +54,7 @@ class StoredArray:
     length: int
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    version: tuple[int, int, int]
+    version: stored_files.Version
 
     @property
     def name(self) -> str:
@@ -78,20 +78,6 @@ class StoredArray:
         values = rows.view(self.dtype).reshape(len(rows), *self.shape)
         return values if self.dtype.isnative else values.astype(self.dtype.newbyteorder("="))
 
-    def check_unchanged(self) -> None:
-        """Raises ValueError if the file has changed: beyond the end of a shorter file, the map would end the process."""
-        try:
-            now = _version(os.stat(self.path))
-        except OSError as e:
-            raise ValueError(
-                f"{self.path} cannot be read any longer: {e.strerror}. Keep the files of a training in place until it ends."
-            ) from e
-        if now != self.version:
-            raise ValueError(
-                f"{self.path} has changed since it was opened ({self.version[0]:,} bytes then, {now[0]:,} now). Start the "
-                "training again after the files are complete, and write new data under new names."
-            )
-
 
 class ArrayFiles(RowSource):
     """Rows of arrays that shards hold under the same names.
@@ -100,6 +86,8 @@ class ArrayFiles(RowSource):
         shards: For each shard its arrays, by column.
         columns: The structure of a row: names of columns in tuples, lists and dicts.
     """
+
+    origin = "arrays_from"
 
     def __init__(self, shards: Sequence[Mapping[str, StoredArray]], columns: Structure):
         names = tf.nest.flatten(columns)
@@ -125,6 +113,7 @@ class ArrayFiles(RowSource):
                 for a in arrays
             ]
         )
+        self.version = stored_files.describe((a.path, a.version) for arrays in self._shards for a in arrays)
         self._maps: collections.OrderedDict[StoredArray, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -152,7 +141,7 @@ class ArrayFiles(RowSource):
         return gathered
 
     def _rows(self, array: StoredArray) -> np.ndarray:
-        array.check_unchanged()
+        stored_files.check_unchanged(array.path, array.version)
         with self._lock:
             if array not in self._maps:
                 self._maps[array] = array.map()
@@ -169,7 +158,9 @@ def arrays_from(
     shuffle: bool = True,
     map: Callable[..., Structure] | None = None,
     columns: Structure | None = None,
-    window: int = WINDOW,
+    window: int | None = None,
+    cache: str | os.PathLike[str] | None = None,
+    cache_bytes: int | None = None,
 ) -> StoredData:
     """Opens arrays in files, which may be larger than memory, as data for `fit`, `evaluate`, `predict` and `validation_data`.
 
@@ -184,23 +175,33 @@ def arrays_from(
     Args:
         path: A folder, or a pattern such as `"images/train-*.npz"`. The files are either `.npy` files, whose names are the
             columns (`x.npy`; or in shards, `x-00000.npy`, `x-00001.npy`), or `.npz` files, each a shard that holds all columns, as
-            `np.savez` writes them. Shards may have unequal lengths.
+            `np.savez` writes them. Or they are `.parquet` files (`pip install 'tfdist[parquet]'`), whose columns are numbers,
+            fixed-size lists of numbers (vectors), strings or bytes (string tensors). Shards may have unequal lengths.
         batch_size: Examples per step over all replicas.
         seed: The seed of the shuffling.
         shuffle: Whether `fit` shuffles the examples; also `fit(shuffle=False)` keeps their order.
         map: A function of a batch, in TensorFlow operations; it receives the columns of one replica's part of a batch as
-            arguments, like a function of `Dataset.map`, and must treat examples alike in any batch.
+            arguments, like a function of `Dataset.map`, and must treat examples alike in any batch. Random numbers that it draws do
+            not resume exactly: put augmentation into layers of the model.
         columns: The structure of a batch, such as `("images", "labels")` or `({"a": "a", "b": "b"}, "y")`. None means those of
             `x`, `y` and `sample_weight` that exist, in this order.
-        window: The number of examples that are shuffled among each other. Blocks of at most 1 MB of neighboring examples are
-            shuffled over all data.
+        window: The number of examples that are shuffled among each other. Blocks of at most 1 MB of neighboring examples, or
+            row groups of Parquet, are shuffled over all data. None means 262,144, and for Parquet at most the examples of some
+            128 MB: each process holds the row groups of two windows in memory.
+        cache: Where the results of `map` are kept after their first use: "memory" of each process, or a folder, such as one on an
+            SSD, also for later runs. `map` then receives blocks of neighboring examples, must treat each example alone, and
+            must not be random: put augmentation into layers of the model. A change of `map` or of the files is recognized;
+            a change of files that `map` itself opens is not.
+        cache_bytes: The limit of the cache; for a folder, of all caches in it. Caches that no process uses are removed, the
+            least recently used first; if that is not enough, `map` is called for the other examples in each epoch. None means
+            a quarter of the free memory, or 90 % of the folder's free space.
 
     Returns:
         The data. `dataset()` returns a plain `tf.data` pipeline of the same batches.
 
     Raises:
         ConfigError: There are no files; a column is missing; columns or shards do not fit each other; a file is truncated, compressed
-            or holds Python objects; or an option is out of range. The error names all such files.
+            or holds Python objects or nulls; or an option is out of range. The error names all such files.
 
     Examples:
         >>> import os, tempfile, numpy as np, tfdist.data
@@ -210,31 +211,40 @@ def arrays_from(
         >>> tfdist.data.arrays_from(folder, batch_size=4).steps_per_epoch
         2
     """
-    if faults := check_options(batch_size, seed, map, window):
+    if faults := check_options(batch_size, seed, map, WINDOW if window is None else window, cache, cache_bytes):
         raise ConfigError(faults)
-    shards = _open(os.fspath(path))
-    columns = _keras_columns(shards, os.fspath(path)) if columns is None else columns
-    columns = (columns,) if isinstance(columns, str) else columns
-    names = tf.nest.flatten(columns)
-    if not names or not all(isinstance(name, str) for name in names):
-        raise ConfigError(f"columns must be names of arrays, such as ('x', 'y'). Received: {format_value(columns)}.")
-    _raise_all(_differences(shards, names))
-    source = ArrayFiles([arrays for _, arrays in shards], columns)
-    if not source.sizes.sum():
-        raise ConfigError(f"{path} holds no examples: the arrays {', '.join(names)} have length 0.")
-    return StoredData(source, batch_size, seed, shuffle, map, window)
-
-
-def _open(path: str) -> list[tuple[str, dict[str, StoredArray]]]:
-    """Returns the name of each shard, and its arrays by column. Raises ConfigError with the errors of all files."""
-    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
-    files = sorted(f for f in glob.glob(pattern) if f.endswith((".npy", ".npz")) and os.path.isfile(f))
+    path = os.fspath(path)
+    files = stored_files.find(path, _ENDINGS)
+    kinds = sorted({os.path.splitext(file)[1] for file in files})
     if not files:
         raise ConfigError(
-            f"{path} holds no .npy or .npz file: give a folder that does, or a pattern that matches some."
+            f"{path} holds no {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]} file: give a folder that does, or a pattern that "
+            "matches some."
         )
-    if len({f[-4:] for f in files}) > 1:
-        raise ConfigError(f"{path} holds .npy and .npz files: give a pattern that matches one kind, such as '*.npz'.")
+    if len(kinds) > 1:
+        raise ConfigError(
+            f"{path} holds {' and '.join(kinds)} files: give a pattern that matches one kind, such as '*{kinds[-1]}'."
+        )
+    source: RowSource
+    if kinds == [".parquet"]:
+        opened = parquet_files.open_files(files)
+        columns = _structure(columns, {name for file in opened for name in file.columns}, path)
+        source = parquet_files.ParquetFiles(opened, columns, window)
+        window = source.window
+    else:
+        shards = _open(files)
+        columns = _structure(columns, {name for _, arrays in shards for name in arrays}, path)
+        stored_files.raise_all(_differences(shards, tf.nest.flatten(columns)))
+        source = ArrayFiles([arrays for _, arrays in shards], columns)
+        window = WINDOW if window is None else window
+    if not source.sizes.sum():
+        names = ", ".join(tf.nest.flatten(columns))
+        raise ConfigError(f"{path} holds no examples: the arrays {names} have length 0. Write some.")
+    return StoredData(source, batch_size, seed, shuffle, map, window, cache, cache_bytes)
+
+
+def _open(files: Sequence[str]) -> list[tuple[str, dict[str, StoredArray]]]:
+    """Returns the name of each shard, and its arrays by column. Raises ConfigError with the errors of all files."""
     shards: dict[tuple[int, str], dict[str, StoredArray]] = {}
     faults = []
     for file in files:
@@ -250,7 +260,7 @@ def _open(path: str) -> list[tuple[str, dict[str, StoredArray]]]:
                     shards.setdefault(key, {})[column] = _npy_array(opened, file)
         except (OSError, ValueError) as e:
             faults.append(f"{file} cannot be read: {e}")
-    _raise_all(faults)
+    stored_files.raise_all(faults)
     return [(name, shards[number, name]) for number, name in sorted(shards)]
 
 
@@ -295,22 +305,27 @@ def _npy_array(file: IO[bytes], path: str, member: str = "") -> StoredArray:
     if fortran_order and len(shape) > 1:
         raise ValueError(f"the rows of {what} are scattered (Fortran order). Save np.ascontiguousarray(array).")
     stat = os.fstat(file.fileno())
-    array = StoredArray(path, member, file.tell(), shape[0], tuple(shape[1:]), dtype, _version(stat))
+    array = StoredArray(path, member, file.tell(), shape[0], tuple(shape[1:]), dtype, stored_files.version(stat))
     needed = array.offset + array.length * array.row_bytes
     if stat.st_size < needed:
         raise ValueError(f"{what} is truncated: the file has {stat.st_size:,} bytes, and its header needs {needed:,}.")
     return array
 
 
-def _keras_columns(shards: Sequence[tuple[str, Mapping[str, StoredArray]]], path: str) -> tuple[str, ...]:
-    """Returns the columns of Keras' names. Raises ConfigError if there is no `x`, or if there are arrays of other names."""
-    names = {name for _, arrays in shards for name in arrays}
-    if "x" not in names or names - {*KERAS_COLUMNS}:
-        raise ConfigError(
-            f"{path} holds the arrays {list_first(sorted(names), _MOST_FAULTS)}. Only x, y and sample_weight are used without "
-            "columns: name the arrays of a batch, such as columns=('images', 'labels')."
-        )
-    return tuple(name for name in KERAS_COLUMNS if name in names)
+def _structure(columns: Structure | None, names: set[str], path: str) -> Structure:
+    """Returns the structure of a row; by default, the columns of Keras' names. Raises ConfigError if that is not possible."""
+    if columns is None:
+        if "x" not in names or names - {*KERAS_COLUMNS}:
+            raise ConfigError(
+                f"{path} holds the arrays {list_first(sorted(names), stored_files.MOST_FAULTS)}. Only x, y and sample_weight are "
+                "used without columns: name the arrays of a batch, such as columns=('images', 'labels')."
+            )
+        return tuple(name for name in KERAS_COLUMNS if name in names)
+    columns = (columns,) if isinstance(columns, str) else columns
+    wanted = tf.nest.flatten(columns)
+    if not wanted or not all(isinstance(name, str) for name in wanted):
+        raise ConfigError(f"columns must be names of arrays, such as ('x', 'y'). Received: {format_value(columns)}.")
+    return columns
 
 
 def _differences(shards: Sequence[tuple[str, Mapping[str, StoredArray]]], names: Sequence[str]) -> Iterator[str]:
@@ -320,7 +335,7 @@ def _differences(shards: Sequence[tuple[str, Mapping[str, StoredArray]]], names:
         where = f"{shard} lacks" if shard else "there is no"
         missing = [name for name in names if name not in arrays]
         for name in missing:
-            yield f"{where} array {name!r}. Add it, or name others in `columns`: {list_first(sorted(arrays), _MOST_FAULTS)}."
+            yield f"{where} array {name!r}. Add it, or name others in `columns`: {list_first(sorted(arrays), stored_files.MOST_FAULTS)}."
         present = [arrays[name] for name in dict.fromkeys(names) if name in arrays]
         if len({array.length for array in present}) > 1:
             lengths = ", ".join(f"{array.length} in {array.name}" for array in present)
@@ -333,13 +348,3 @@ def _differences(shards: Sequence[tuple[str, Mapping[str, StoredArray]]], names:
                     f"The shards of {name!r} must have one type and shape. Received: {first.dtype}{list(first.shape)} in {first.name}, "
                     f"{array.dtype}{list(array.shape)} in {array.name}."
                 )
-
-
-def _raise_all(faults: Iterable[str]) -> None:
-    if faults := list(faults):
-        more = [f"{len(faults) - _MOST_FAULTS} further errors; fix these first."] if len(faults) > _MOST_FAULTS else []
-        raise ConfigError([*faults[:_MOST_FAULTS], *more])
-
-
-def _version(stat: os.stat_result) -> tuple[int, int, int]:
-    return stat.st_size, stat.st_mtime_ns, stat.st_ino

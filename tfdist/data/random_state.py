@@ -110,6 +110,17 @@ class DatasetRandomState:
             self._states["first"] = self._states["pass"]
             self._python.record_order()
 
+    def begin_items(self) -> None:
+        """Records the state before the first item of a pass over Python data is made, after its order is drawn."""
+        self._states["items"] = self._now()
+
+    def items_draw(self) -> bool:
+        """Returns whether the items of the pass may have drawn before the backup; else they need not be made again."""
+        items, now = self._states.get("items"), self._states.get("now")
+        if items is None or now is None or items[1] != now[1]:
+            return True
+        return any(not np.array_equal(*values) for values in zip(items[0], now[0], strict=True))
+
     def capture(self) -> dict[str, tf.Tensor]:
         """Returns this process's state for `load`."""
         if not self.is_random:

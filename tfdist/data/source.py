@@ -34,6 +34,8 @@ class DataSource:
 
     Attributes:
         adapter: Keras' data adapter, with hooks for the beginning and the end of an epoch.
+        before_reading: Called in a new pass over Python data, before the first item is made.
+        makes_skipped: Whether `open_at` makes the items of skipped steps, because items draw random numbers.
     """
 
     def __init__(
@@ -52,6 +54,8 @@ class DataSource:
         self.steps_per_epoch = steps_per_epoch
         self.adapter: Any = keras_loops.DataAdapter()
         self._open_at = open_at
+        self.before_reading: Callable[[], None] = lambda: None
+        self.makes_skipped = True
 
     def open(self) -> DataIterator:
         """Returns an iterator of a new pass."""

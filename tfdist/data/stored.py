@@ -6,6 +6,7 @@ import abc
 import contextlib
 import copy
 import hashlib
+import os
 import re
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -15,6 +16,8 @@ import tensorflow as tf
 
 from tfdist.aliases import Spec, Structure
 from tfdist.compat import tf_internals
+from tfdist.data.cached_map import CachedMap
+from tfdist.data.cached_rows import check_cache
 from tfdist.data.epoch_order import WINDOW, EpochOrder
 from tfdist.errors import ConfigError, DataError, format_value
 
@@ -28,12 +31,17 @@ class RowSource(abc.ABC):
     Attributes:
         spec: The specification of one row: a structure of `tf.TensorSpec`s without a batch axis.
         sizes: The number of rows in each block, int64; at most some 100,000 blocks.
+        origin: The name of the function that opens such a source, for messages.
         identity: A text that two sources share only if they hold the same rows, also on several hosts: names, lengths and types.
+        version: A text that changes on this host if the rows do, for a cache: paths, sizes and times of files. Without it, a
+            cache is a `ConfigError`.
     """
 
     spec: Spec
     sizes: np.ndarray
     identity: str
+    origin: str
+    version: str = ""
 
     @abc.abstractmethod
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
@@ -61,8 +69,11 @@ class StoredData:
         seed: The seed of the shuffling.
         shuffle: Whether `fit` shuffles the examples in each epoch.
         map: A function of a batch, or of its parts if it is a tuple, in TensorFlow operations. It is called on each replica's
-            part of a batch.
+            part of a batch. With `cache`, it is called on blocks of neighboring examples, and must treat each example alone.
         window: The number of examples that are shuffled among each other (see `EpochOrder`).
+        cache: Where the results of `map` are kept: "memory", or a folder. None means that `map` is called in each epoch.
+        cache_bytes: The limit of the cache; for a folder, of all caches in it. None means a quarter of the free memory, or 90 %
+            of the folder's free space.
 
     Attributes:
         source: The stored rows.
@@ -71,7 +82,7 @@ class StoredData:
         steps_per_epoch: The number of batches in an epoch.
 
     Raises:
-        ConfigError: An argument is out of range, or the source has no rows.
+        ConfigError: An argument is out of range, or the results of `map` cannot be kept.
     """
 
     def __init__(
@@ -82,12 +93,16 @@ class StoredData:
         shuffle: bool = True,
         map: Callable[..., Structure] | None = None,
         window: int = WINDOW,
+        cache: str | os.PathLike[str] | None = None,
+        cache_bytes: int | None = None,
     ):
-        if faults := check_options(batch_size, seed, map, window):
+        if faults := check_options(batch_size, seed, map, window, cache, cache_bytes):
             raise ConfigError(faults)
         self.source, self.batch_size = source, int(batch_size)
         self._seed, self._shuffle, self._window = int(seed), bool(shuffle), int(window)
         self._maps = [] if map is None else [map]
+        self._cached = None if cache is None else CachedMap(source, map, os.fspath(cache), cache_bytes)
+        self._cached_maps = 0 if cache is None else len(self._maps)
         self.num_examples = int(source.sizes.sum())
         self.steps_per_epoch = -(-self.num_examples // self.batch_size)
 
@@ -145,34 +160,42 @@ class StoredData:
         order = EpochOrder(self.source.sizes, self._seed, self._shuffle, self._window)
         leaves, local = tf.nest.flatten(self.source.spec), len(parts)
         size, total = self.batch_size, self.num_examples
-        equal = self.splits_equally(replicas)
+        equal, maps = self.splits_equally(replicas), self._maps[self._cached_maps :]
 
-        def read(number: np.ndarray) -> list[np.ndarray]:
+        def locate(number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
             step, index = divmod(int(number), local)
             epoch, batch = divmod(step, self.steps_per_epoch)
             first = batch * size
             begin, counts = counts_of_part(min(size, total - first), parts[index], replicas)
             rows = order.examples(epoch, first + begin, first + begin + max(counts[0], 1))
+            return *rows, np.array([counts], np.int64)
+
+        def read(blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
             try:
-                columns = self.source.read(*rows)
+                return self.source.read(blocks, rows)
             except (OSError, ValueError) as e:
                 fault = str(e)
                 raise DataError(fault) from e
-            return columns if make is None else [*columns, np.array([counts], np.int64)]
+
+        def stored(number: np.ndarray) -> list[np.ndarray]:
+            *rows, counts = locate(number)
+            return [*read(*rows), counts]
 
         def element(number: tf.Tensor) -> Any:
-            # `read` is a pure function of the number, but not stateless: TensorFlow must not fold it into a constant.
-            types = [spec.dtype for spec in leaves]
-            columns = tf.numpy_function(read, [number], types if make is None else [*types, tf.int64])
-            counts = None if make is None else columns.pop()
-            for spec, column in zip(leaves, columns, strict=True):
-                column.set_shape([size // replicas if equal else None, *spec.shape])
-            batch = tf.nest.pack_sequence_as(self.source.spec, columns)
-            for function in self._maps:
+            length = size // replicas if equal else None
+            if self._cached:
+                batch, counts = self._cached.batch(number, locate, read, length)
+            else:
+                # `stored` is a pure function of the number, but not stateless: TensorFlow must not fold it into a constant.
+                *columns, counts = tf.numpy_function(stored, [number], [*(spec.dtype for spec in leaves), tf.int64])
+                for spec, column in zip(leaves, columns, strict=True):
+                    column.set_shape([length, *spec.shape])
+                batch = tf.nest.pack_sequence_as(self.source.spec, columns)
+            for function in maps:
                 batch = function(*batch) if isinstance(batch, tuple) else function(batch)
             return batch if make is None else make(batch, tf.ensure_shape(counts, [1, 3]))
 
-        if not self._maps:  # only a function of the user may need AutoGraph, whose first use takes half a second
+        if not maps:  # only a function of the user may need AutoGraph, whose first use takes half a second
             element = tf.autograph.experimental.do_not_convert(element)
         dataset = tf.data.Dataset.counter(start * local)
         if steps is not None:
@@ -219,13 +242,21 @@ def counts_of_part(size: int, part: int, replicas: int) -> tuple[int, list[int]]
     return (part * shortest + min(part, longer) if count else 0), [count, size, min(size, replicas)]
 
 
-def check_options(batch_size: Any, seed: Any, map: Any, window: Any) -> list[str]:
-    """Returns the errors in the options of `StoredData`."""
+def check_options(
+    batch_size: Any,
+    seed: Any,
+    map: Any,
+    window: Any,
+    cache: Any = None,
+    cache_bytes: Any = None,
+    function: str = "map",
+) -> list[str]:
+    """Returns the errors in the options of `StoredData`; `function` is the name of the argument `map` in the user's call."""
     faults = [
         f"{name} must be a whole number, {least} or more. Received: {format_value(value)}."
         for name, value, least in (("batch_size", batch_size, 1), ("seed", seed, 0), ("window", window, 1))
         if isinstance(value, bool) or not isinstance(value, (int, np.integer)) or value < least
     ]
-    if map is not None and not callable(map):
-        faults.append(f"map must be a function of a batch. Received: {format_value(map)}.")
-    return faults
+    if not callable(map) and (map is not None or function != "map"):
+        faults.append(f"{function} must be a function of a batch. Received: {format_value(map)}.")
+    return [*faults, *check_cache(cache, cache_bytes)]

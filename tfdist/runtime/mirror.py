@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import importlib
 import json
 import os
 import pathlib
@@ -17,11 +18,11 @@ import shutil
 import threading
 import time
 import uuid
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 from tfdist import errors
 from tfdist.errors import ConfigError, list_first
-from tfdist.runtime import ownership, progress, storage
+from tfdist.runtime import ownership, process_end, progress, storage
 from tfdist.runtime.files import WriteError
 from tfdist.runtime.log import logger
 from tfdist.runtime.temporary import temporary_folder
@@ -31,7 +32,9 @@ LAUNCHERS = "TFDIST_MIRROR"  # set for tasks: the URL and the folder of their la
 _EVERY = 5.0  # seconds between two uploads
 _MOST_LOAD = 0.1  # share of the time that uploads may take
 _LOOK_EVERY = 0.1  # seconds between two searches for requests
+_HARD_END_SECONDS = 2.0  # limit for the uploads before an end without Python's shutdown
 _SETTLES_WITHIN = 20.0  # limit in seconds for a backup's wait for the uploads
+_PATIENCE = 30.0  # seconds without an upload, after which the end no longer waits
 _PAUSES_AT_END = (1.0, 2.0, 4.0)
 _ENDING_SECONDS = 5.0  # to wait for a run of this host that is ending
 _SMALL = (
@@ -64,7 +67,9 @@ class Mirror:
     def __init__(self, url: str, what: str, wanted: Callable[[str], bool], owns: bool):
         self.url, self._what = url, what
         self._uploaded: dict[str, object] = {}  # the state of each file when it was uploaded or downloaded, by its path
+        self._uploads = 0
         self._failure = ""
+        self._abandoned = False
         self._end = threading.Event()
         self._owner = Owner(url, what) if owns else None
         self._stack = contextlib.ExitStack()
@@ -96,16 +101,14 @@ class Mirror:
         if self._end.is_set():
             return
         self._end.set()
-        self._thread.join()
-        for pause in (*_PAUSES_AT_END, 0.0):
-            if self._upload():
-                break
-            time.sleep(pause)
+        uploads = -1
+        while self._thread.is_alive() and self._uploads > uploads:  # a server may accept connections and never answer
+            uploads = self._uploads
+            self._thread.join(_PATIENCE)
+        self._abandoned = True
         if left := sorted(path for path, state in self._states().items() if self._uploaded.get(path) != state):
+            self._failure = self._failure or f"no answer within {_PATIENCE:g} s"
             logger.warning(f"not uploaded to {self.url}: {list_first(left, 5)}. The last error: {self._failure}")
-        elif self._owner:
-            with contextlib.suppress(OSError):
-                self._owner.release()
         _mirrors.pop(self.url, None)
         self._stack.close()
 
@@ -130,20 +133,33 @@ class Mirror:
                     os.unlink(self._requests / request)
             took = time.monotonic() - began
             due = time.monotonic() + max(_EVERY, took / _MOST_LOAD)
+        for pause in (*_PAUSES_AT_END, 0.0):
+            if self._upload():
+                break
+            time.sleep(pause)
+        else:
+            return
+        if self._owner:
+            with contextlib.suppress(OSError):
+                self._owner.release()
 
     def _upload(self) -> bool:
         """Uploads changed files, and removes files that were removed here; returns whether all of it succeeded."""
         failure = ""
+        states = self._states()
+        if self._abandoned:  # the folder is being removed, and the files at the URL stay
+            return False
         try:
             if self._owner:
                 self._owner.check()
-            for path, state in self._states().items():
+            for path, state in states.items():
                 if self._uploaded.get(path) != state:
                     with contextlib.suppress(FileNotFoundError):  # it has been removed since
                         shutil.copyfile(self.folder / path, self._copy)  # the file may grow during the upload
                         storage.upload(str(self._copy), f"{self.url}/{path}")
                         self._uploaded[path] = state
-            for path in self._uploaded.keys() - self._states().keys():
+                        self._uploads += 1
+            for path in self._uploaded.keys() - states.keys():
                 storage.remove(f"{self.url}/{path}")
                 del self._uploaded[path]
         except (OSError, ConfigError) as e:
@@ -243,12 +259,13 @@ def check_owner(url: str, what: str) -> None:
 
 def settle() -> None:
     """Waits until all files that were written so far are uploaded, at most some seconds: a backup counts on them after a restart."""
-    folders = [mirror.folder for mirror in _mirrors.values()]
-    if folder := launchers_folder():
-        folders.append(folder)
+    _settle([mirror.folder for mirror in _mirrors.values()] + list(filter(None, [launchers_folder()])), _SETTLES_WITHIN)
+
+
+def _settle(folders: Sequence[pathlib.Path], seconds: float) -> None:
+    deadline = time.monotonic() + seconds
     for folder in folders:
         request = os.path.join(folder.parent, _REQUESTS, uuid.uuid4().hex)
-        deadline = time.monotonic() + _SETTLES_WITHIN
         try:
             os.close(os.open(request, os.O_CREAT | os.O_WRONLY, 0o600))
             while os.path.exists(request) and time.monotonic() < deadline:
@@ -276,5 +293,13 @@ def _close_all() -> None:
         mirror.close()
 
 
+def _settle_at_hard_end() -> None:
+    _settle([mirror.folder for mirror in _mirrors.values()], _HARD_END_SECONDS)
+
+
 atexit.register(_close_all)
+# Python's thread pools, on which fsspec depends, end before functions of `atexit` run; these functions run in reverse order.
+importlib.import_module("concurrent.futures.thread")
+threading._register_atexit(_close_all)  # type: ignore[attr-defined]
+process_end.before_end.append(_settle_at_hard_end)
 os.register_at_fork(after_in_child=_mirrors.clear)  # the folders and threads are the parent's

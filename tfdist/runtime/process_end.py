@@ -36,6 +36,9 @@ _QUITTERS = "sitebuiltins"  # the module of `exit()` and `quit()`, which call sy
 _leave = os._exit  # `run_to_the_end` replaces it for user code
 
 exit_code = 0  # of this process at its end, as far as it is known; other tasks read it
+before_end: list[
+    Callable[[], object]
+] = []  # called by `end` in place of the registered exit functions; each must limit its time
 amid_training = False  # whether sys.exit was called within a training
 _is_command = False  # whether this process is a command's own, and may be ended
 
@@ -50,8 +53,10 @@ def end(code: int, flush: bool = True) -> NoReturn:
 
     Args:
         code: The exit code.
-        flush: Whether to write buffered output first. A terminal that nobody reads could block this.
+        flush: Whether to write buffered output, and call `before_end`, first. A terminal that nobody reads could block this.
     """
+    for call in before_end if flush else ():
+        call()
     for stream in (sys.stdout, sys.stderr) if flush else ():
         with contextlib.suppress(AttributeError, OSError, ValueError):  # the stream is closed, or its reader has ended
             stream.flush()
@@ -169,7 +174,18 @@ class Preemption:
         self.requested, self._first = True, now
         if not self.training:
             self._end()
-        _after(_SHARE * self.grace_seconds, self._end)
+        _after(_SHARE * self.grace_seconds, self._end_unsaved)
+
+    def _end_unsaved(self) -> None:
+        if self.training:
+            _briefly(self._tell_unsaved)
+        self._end()
+
+    def _tell_unsaved(self) -> None:
+        logger.error(
+            f"told to end (SIGTERM), and no backup was completed within {_SHARE * self.grace_seconds:g} s: steps after the last backup are "
+            f"lost{progress.how_to_continue_mine()}"
+        )
 
     def _end(self) -> None:
         global exit_code
@@ -248,11 +264,15 @@ def interrupt_message() -> str:
 
 
 def _end_interrupted() -> None:
-    # In a separate thread, because a terminal that nobody reads must not block the end.
-    report = threading.Thread(target=logger.error, args=(interrupt_message(),), daemon=True)
-    report.start()
-    report.join(0.5)
+    _briefly(lambda: logger.error(interrupt_message()))
     end(128 + signal.SIGINT, flush=False)
+
+
+def _briefly(log: Callable[[], object]) -> None:
+    # In a separate thread, because a terminal that nobody reads must not block the end.
+    thread = threading.Thread(target=log, daemon=True)
+    thread.start()
+    thread.join(0.5)
 
 
 @contextlib.contextmanager

@@ -29,6 +29,7 @@ from tfdist.runtime.files import read_file, write_file
 from tfdist.runtime.log import logger
 
 _OBJECT_STORES = frozenset({"s3", "s3a", "gs", "gcs", "az", "abfs", "abfss", "memory"})
+_S3 = ("s3", "s3a")
 _EXTRAS = {"s3": "s3", "s3a": "s3", "gs": "gs", "gcs": "gs"}
 _SCHEME = re.compile(r"[A-Za-z][A-Za-z0-9+.-]*\Z")
 _PASSWORD = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s@'\"]*(?=@)")  # secrets contain slashes
@@ -277,10 +278,8 @@ def _access(url: str, purpose: str, local: str = "") -> Iterator[tuple[Any, str]
     try:
         from fsspec.core import url_to_fs
 
-        # fsspec keeps the object, once for each process: after a fork, the child gets its own. Only object stores keep listings, which would
-        # hide what other tasks have written; other file systems do not know the option.
-        options = {"use_listings_cache": False} if _is_object_store(url) else {}
-        fs, inner = url_to_fs(url, **options)
+        # fsspec keeps the object, once for each process: after a fork, the child gets its own.
+        fs, inner = url_to_fs(url, **_options(url))
         yield fs, inner
     except (FileNotFoundError, NotADirectoryError) as e:
         reason = _reason(e)
@@ -290,6 +289,21 @@ def _access(url: str, purpose: str, local: str = "") -> Iterator[tuple[Any, str]
         raise
     except Exception as e:
         raise _translated(url, purpose, e, local) from None  # the causes' messages may contain credentials
+
+
+def _options(url: str) -> dict[str, Any]:
+    """Returns the options of a URL's file system; those of the environment and of fsspec's files take precedence."""
+    from fsspec.config import conf
+
+    if not _is_object_store(url):
+        return {}
+    # Only object stores keep listings, which would hide what other tasks have written; other file systems do not know the option.
+    options: dict[str, Any] = {"use_listings_cache": False}
+    given = "AWS_MAX_ATTEMPTS" in os.environ or any("config_kwargs" in conf.get(name, {}) for name in _S3)
+    if url.startswith(tuple(f"{name}://" for name in _S3)) and not given:
+        # By default a call takes 10 s to fail, too long for the grace period after SIGTERM; `with_retries` tries again where it matters.
+        options["config_kwargs"] = {"retries": {"max_attempts": 1}}
+    return options
 
 
 @contextlib.contextmanager

@@ -43,6 +43,7 @@ def export(config: TrainConfig, folder: str, path: str, step: int | None = None)
                 f"The backup {backup} was written under another configuration: {name} is {format_value(backed_up.get(name))} in the backup, and "
                 f"{format_value(current[name])} in config.json. Give the work directory of the run that wrote the backup."
             )
+    configured.fix_threads(config)
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)
     task = task_checks.make_task(config.task, config.task_options)

@@ -210,9 +210,9 @@ class _Arrays:
                 "own_rows must hold arrays of the same types, with rows of the same shape, on all workers. Received: "
                 f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
             )
-        if isinstance(self._arguments[name], StoredData):
+        if isinstance(data := self._arguments[name], StoredData):
             return (
-                f"arrays_from in {name} must find the same files, with the same arrays, and have the same options on all workers. Received: "
+                f"{data.source.origin} in {name} must find the same files, with the same contents, and have the same options on all workers. Received: "
                 f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
             )
         local = array_digest.describe(self._arrays[name])

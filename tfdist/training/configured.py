@@ -25,15 +25,20 @@ from tfdist.training.trainer import Trainer
 _OWN_METRICS = ("train_step", "test_step", "compute_metrics", "get_metrics_result")
 
 
+def fix_threads(config: TrainConfig) -> None:
+    """Limits operations to one thread if the run is deterministic, unless the user sets a number. Call it before the strategy is created.
+
+    Sums depend on the number of threads, which is otherwise that of the machine's cores.
+    """
+    if config.deterministic:
+        os.environ.setdefault("TF_NUM_INTRAOP_THREADS", "1")  # read when TensorFlow starts its devices
+
+
 def prepare_process(config: TrainConfig) -> None:
     """Sets the seed, determinism and precision of this process. Call it after the strategy and before the model is created."""
     keras.utils.set_random_seed(config.seed)
     if config.deterministic:
         tf.config.experimental.enable_op_determinism()
-        if not tf.config.threading.get_intra_op_parallelism_threads() and "TF_NUM_INTRAOP_THREADS" not in os.environ:
-            tf.config.threading.set_intra_op_parallelism_threads(
-                1
-            )  # sums depend on it: equal on machines with other numbers of cores
     keras.mixed_precision.set_dtype_policy(config.precision)
 
 

@@ -49,6 +49,7 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path | str, logs: pat
     Raises:
         ConfigError: There is no validation data.
     """
+    configured.fix_threads(config)
     trainer = Trainer("one_device", cluster=False)
     configured.prepare_process(config)
     trained = task_checks.make_task(config.task, config.task_options)
@@ -87,6 +88,7 @@ class Evaluator:
         self._signs_of_life = keras.callbacks.LambdaCallback()
         self._signs_of_life.on_test_batch_end = lambda batch, logs=None: self._progress.touch()
         self._seen: set[tuple[SavePoint, int]] = set()  # save points, and when they were written
+        self._waits = False  # for a storage that cannot be read now
         self._doubtful: dict[tuple[SavePoint, int], float] = {}  # backups that look damaged, and since when
 
     def run(self) -> None:
@@ -104,7 +106,7 @@ class Evaluator:
                 load_weights(self._model, weights, self._storage.path(point))
                 step, epoch = point.step, manifest["position"]["epoch"]
                 self._evaluate(manifest["training"], step, epoch, point.folder, self._storage.path(point))
-            if not has_new and summary and not self._doubtful:
+            if not has_new and summary and not self._doubtful and not self._waits:
                 self._evaluate_final(summary)
                 return
             if not has_new:
@@ -121,7 +123,16 @@ class Evaluator:
 
     def _new_backups(self) -> Iterator[tuple[SavePoint, Mapping[str, Any], Any]]:
         """Yields the backups to evaluate, oldest first; the training may remove backups in the meantime."""
-        points, doubtful = self._storage.points(), {}
+        try:
+            points, doubtful = self._storage.points(), {}
+        except ReadError as e:
+            if not storage.is_url(self._storage.folder):
+                raise
+            if not self._waits:
+                logger.warning(f"{e}; the evaluator tries again until it can be")
+            self._waits = True
+            return
+        self._waits = False
         newest = next(filter(self._storage.is_complete, points), None)
         for point in reversed(points):
             complete = self._storage.is_complete(point)

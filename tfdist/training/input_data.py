@@ -70,7 +70,7 @@ def open_source(
     if isinstance(x, StoredData):
         if present := [name for name in ("y", "sample_weight") if beside[name] is not None]:
             raise ConfigError(
-                f"arrays_from holds targets and weights. Received {present[0]} beside it: name its arrays in `columns`."
+                f"{x.source.origin} holds targets and weights. Received {present[0]} beside it: put it into its batches."
             )
         x = x.mapped(keras_loops.make_class_weight_map_fn(class_weight)) if class_weight else x
         if initial_epoch is None:

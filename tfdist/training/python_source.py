@@ -39,6 +39,7 @@ class Reader:
         batches: The batches, in an iterator that only the thread uses.
         most: The number of batches that are kept ahead.
         share: The number of batches of a step, and the number of this worker's batch among them.
+        begin: The number of the first batch in `batches`.
         skipped: The number of first steps that are not to be returned.
         check: Called with each batch; raises ItemError if it cannot be used.
     """
@@ -48,12 +49,13 @@ class Reader:
         batches: Iterator[Structure],
         most: int,
         share: tuple[int, int],
+        begin: int,
         skipped: int,
         check: Callable[[Structure], None],
     ):
         self.digests: dict[int, float] = {}
         self._error: BaseException | None = None
-        self._count = 0  # batches read
+        self._count = begin  # batches read
         self._has_ended = False
         self._batches, self._most, self._share, self._skipped, self._check = batches, most, share, skipped, check
         self._queue: collections.deque[Structure] = collections.deque()
@@ -91,7 +93,7 @@ class Reader:
     def _run(self) -> None:
         try:
             size, part = self._share
-            for number, batch in enumerate(self._batches):
+            for number, batch in enumerate(self._batches, self._count):
                 self._check(batch)
                 digest = _digest(batch) if _is_compared(number) else None
                 with self._changed:
@@ -118,7 +120,9 @@ class PythonSource(DataSource):
 
     Args:
         ranks: The workers.
-        open_batches: Returns the batches of a new pass, in an iterator; called on all workers at once.
+        open_batches: Returns the batches of a new pass, in an iterator; called on all workers at once. Takes the number of first
+            batches to leave out, unless `can_skip` is false.
+        can_skip: Whether `open_batches` can leave out batches.
         name: The kind of the data, for messages.
         per_step: The number of batches of a step that this worker reads, and the number of its own among them.
         most: The number of batches to read ahead.
@@ -131,13 +135,14 @@ class PythonSource(DataSource):
     def __init__(
         self,
         ranks: Ranks,
-        open_batches: Callable[[], Iterator[Structure]],
+        open_batches: Callable[[int], Iterator[Structure]],
+        can_skip: bool,
         name: str,
         per_step: tuple[int, int],
         most: int,
         compares: bool,
     ):
-        self._ranks, self._open_batches, self._name = ranks, open_batches, name
+        self._ranks, self._open_batches, self._can_skip, self._name = ranks, open_batches, can_skip, name
         self._per_step, self._most, self._compares = per_step, most, compares
         self._reader: Reader | None = None
         self._steps = 0  # steps of this pass that were prepared
@@ -206,8 +211,11 @@ class PythonSource(DataSource):
 
     def _begin(self, skipped: int) -> None:
         self.close()
-        self._steps, self._compared = skipped, 0
-        self._reader = Reader(self._open_batches(), self._most, self._per_step, skipped, self.check)
+        begin = skipped * self._per_step[0] if self._can_skip and not self.makes_skipped else 0
+        self._steps, self._compared = skipped, begin
+        batches = self._open_batches(begin)  # draws the order
+        self.before_reading()
+        self._reader = Reader(batches, self._most, self._per_step, begin, skipped, self.check)
 
     def _difference(self, number: int, rank: int) -> DataError:
         first, other = self._ranks.names[0], self._ranks.names[rank]
@@ -247,15 +255,16 @@ def open_python_source(
         count = adapter.num_batches
         _check_alike(ranks, type(data).__name__, count, whole_items)
 
-        def open_batches() -> Iterator[Structure]:
-            if count is None:
-                return keras_loops.read_items(adapter, NamedItems(data), itertools.count(rank, workers))
-            order = _chief_order(ranks, adapter) if shuffle else range(count)
-            return keras_loops.read_items(adapter, NamedItems(data), order[rank::workers])
+        def open_batches(begin: int) -> Iterator[Structure]:
+            order: Any = itertools.count(rank + begin * workers, workers)
+            if count is not None:
+                order = (_chief_order(ranks, adapter) if shuffle else range(count))[rank::workers][begin:]
+            return keras_loops.read_items(adapter, NamedItems(data), order)
 
         source = PythonSource(
             ranks,
             open_batches,
+            True,
             f"PyDataset {type(data).__name__}",
             (1, 0),
             max(_AHEAD, per_execution + 2),
@@ -269,7 +278,7 @@ def open_python_source(
         _check_alike(ranks, "generator", None, whole_items)
         read = adapter.generator
         source = PythonSource(
-            ranks, lambda: iter(read()), "generator", (workers, rank), max(_AHEAD, per_execution + 2), True
+            ranks, lambda _: iter(read()), False, "generator", (workers, rank), max(_AHEAD, per_execution + 2), True
         )
     dataset = keras_loops.dataset_reading(adapter, source.batches)
     source.check = _BatchCheck(dataset.element_spec)

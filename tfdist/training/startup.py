@@ -36,8 +36,7 @@ def start_strategy(
 ) -> tuple[Strategy, Cluster | None]:
     """Returns the strategy, connected with the other tasks, and the cluster with this task, or None without a cluster.
 
-    Takes the arguments of `Trainer`, and the value of `keras.distribution.distribution()`. Handles SIGTERM from here on, and restores the
-    seed of a backup. Raises ClusterError if other tasks do not start in time.
+    Takes the arguments of `Trainer`, and the value of `keras.distribution.distribution()`. Handles SIGTERM from here on. Raises ClusterError if other tasks do not start in time.
     """
     if backup is not None and not isinstance(backup, BackupAndRestore):
         raise ConfigError(f"backup must be a tfdist.BackupAndRestore. Received: {format_value(backup)}.")
@@ -64,8 +63,6 @@ def start_strategy(
         created = create_strategy(chosen, cluster_and_task or False, start_timeout, grace, **options)
     if preemption:
         preemption.listen()  # TensorFlow has replaced the handler
-    if backup:
-        backup.restore_seed()
     return created, cluster_and_task
 
 
@@ -78,7 +75,7 @@ def create_context(
 ) -> LoopContext:
     """Returns the context of the trainer's loops: the tasks that train together, and the strategy's engine.
 
-    Raises ConfigError if the strategy trains in one process, but the cluster has several training tasks.
+    Restores the seed of the chief's backup on all tasks, because hosts without a shared folder have no backup. Raises ConfigError if the strategy trains in one process, but the cluster has several training tasks.
     """
     if check_weights not in (True, False):
         raise ConfigError(f"check_weights must be True or False. Received: {format_value(check_weights)}.")
@@ -95,4 +92,7 @@ def create_context(
     tasks = cluster.training_tasks() if cluster and traits.several_processes else [task]
     together = ranks.Ranks(strategy, tasks.index(task), list(map(str, tasks)))
     engine.ranks = together
+    seed = together.gather_texts(str(backup.saved_seed()) if backup else "")[0]  # also if only some tasks have a backup
+    if backup:
+        backup.restore_seed(seed)
     return LoopContext(strategy, engine, together, cluster, task, backup, check_weights)

@@ -1,0 +1,51 @@
+"""Files of stored data: their search by a pattern, and the check that they stay unchanged while a training reads them."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Iterable
+
+from tfdist.errors import ConfigError
+
+MOST_FAULTS = 10
+
+Version = tuple[int, int, int]  # a file's size, time of change and inode
+
+
+def find(path: str, endings: tuple[str, ...]) -> list[str]:
+    """Returns the sorted files of a folder, or of a pattern, whose names have one of the endings."""
+    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
+    return sorted(f for f in glob.glob(pattern) if f.endswith(endings) and os.path.isfile(f))
+
+
+def version(stat: os.stat_result) -> Version:
+    """Returns the version of a file."""
+    return stat.st_size, stat.st_mtime_ns, stat.st_ino
+
+
+def describe(files: Iterable[tuple[str, Version]]) -> str:
+    """Returns a text that changes if the files do: their paths, sizes and times of change."""
+    return repr([(os.path.realpath(path), *opened[:2]) for path, opened in files])
+
+
+def check_unchanged(path: str, opened: Version) -> None:
+    """Raises ValueError if a file has changed: beyond the end of a shorter file, a memory map would end the process."""
+    try:
+        now = version(os.stat(path))
+    except OSError as e:
+        raise ValueError(
+            f"{path} cannot be read any longer: {e.strerror}. Keep the files of a training in place until it ends."
+        ) from e
+    if now != opened:
+        raise ValueError(
+            f"{path} has changed since it was opened ({opened[0]:,} bytes then, {now[0]:,} now). Start the "
+            "training again after the files are complete, and write new data under new names."
+        )
+
+
+def raise_all(faults: Iterable[str]) -> None:
+    """Raises ConfigError with the first errors and the number of the others, if there are any."""
+    if faults := list(faults):
+        more = [f"{len(faults) - MOST_FAULTS} further errors; fix these first."] if len(faults) > MOST_FAULTS else []
+        raise ConfigError([*faults[:MOST_FAULTS], *more])
