@@ -23,7 +23,11 @@ CONTENDERS = {
         "tf.data, cache(file)": "",
         "cache=folder": "tf.data, cache(file)",
     },
-    "PyDataset": {"tf.data, from_generator": "", "PyDataset": "tf.data, from_generator", "shard='items'": "tf.data, from_generator"},
+    "PyDataset": {
+        "tf.data, from_generator": "",
+        "PyDataset": "tf.data, from_generator",
+        "shard='items'": "tf.data, from_generator",
+    },
 }
 CASES = [{"data": data, "workers": 2 if data == "PyDataset" else 1} for data in CONTENDERS]
 

@@ -114,7 +114,7 @@ MAKE = {
     "tf.data, memory map": from_memory_map,
     "arrays_from": lambda: data_lib.arrays_from(files, BATCH),
     "tf.data, TFRecord": from_records,
-    "records_from": lambda: data_lib.records_from(str(files / "*.tfrecord"), parse, BATCH),
+    "records_from": lambda: data_lib.records_from(files, parse, BATCH, batched=True),
     "tf.data, cache()": cached,
     "cache='memory'": kept("memory"),
     "tf.data, cache(file)": lambda: cached(str(files / "cache")),
@@ -127,7 +127,10 @@ MAKE = {
 
 def build():
     with trainer.scope():
-        layers = [keras.Input(SHAPE, dtype="uint8"), keras.layers.Lambda(lambda x: tf.cast(x[:, ::32, ::32, 0], tf.float32))]
+        layers = [
+            keras.Input(SHAPE, dtype="uint8"),
+            keras.layers.Lambda(lambda x: tf.cast(x[:, ::32, ::32, 0], tf.float32)),
+        ]
         model = keras.Sequential([*layers, keras.layers.Flatten(), keras.layers.Dense(10)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     return model

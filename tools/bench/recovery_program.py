@@ -14,6 +14,14 @@ import tfdist  # noqa: E402 (the clock comes first)
 FOLDER, OPTIONS = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
 MODE, ROUNDS, STEPS, SAVE_FREQ = (OPTIONS[name] for name in ("what", "rounds", "steps", "save_freq"))
 RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"]
+if MODE == "uploads":
+    where = f"http://127.0.0.1:{OPTIONS['port']}"
+    os.environ |= {
+        "AWS_ENDPOINT_URL": where,
+        "AWS_ACCESS_KEY_ID": "key",
+        "AWS_SECRET_ACCESS_KEY": "secret",
+        "AWS_DEFAULT_REGION": "us-east-1",
+    }
 cores = sorted(os.sched_getaffinity(0))
 os.sched_setaffinity(0, {cores[RANK % len(cores)]})
 
@@ -74,7 +82,8 @@ def fit(backup):
 
 
 with trainer.scope():
-    hidden = [keras.layers.Dense(2048, activation="relu") for _ in range(3)]
+    width, layers = (256, 2) if MODE == "uploads" else (2048, 3)
+    hidden = [keras.layers.Dense(width, activation="relu") for _ in range(layers)]
     model = keras.Sequential([keras.Input((1024,)), *hidden, keras.layers.Dense(10)])
     model.compile("adam", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
 MOMENTS["built"] = time.time()
@@ -83,10 +92,15 @@ if MODE == "restart":
     fit(Backup(FOLDER / "backup", SAVE_FREQ))
     results = {**MOMENTS, "killed": float((FOLDER / "killed").read_text())}
 else:
-    results = {"none": [], "backups": []}
+    results = {"folder": [], "s3": []} if MODE == "uploads" else {"none": [], "backups": []}
+    if MODE == "uploads" and trainer.is_chief:
+        import s3fs
+
+        s3fs.S3FileSystem().mkdir("backups")
     for number in range(ROUNDS + 1):
         for name, seconds in results.items():
-            backup = Backup(FOLDER / f"backup-{number}", SAVE_FREQ) if name == "backups" else None
+            folder = f"s3://backups/{number}" if name == "s3" else FOLDER / f"backup-{number}"
+            backup = Backup(folder, SAVE_FREQ) if name != "none" else None
             seconds.append(fit(backup))
             if backup:
                 backup.delete()
