@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import concurrent.futures
 import gzip
 import struct
 import types
@@ -259,3 +260,17 @@ def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     shards(tmp_path, *range(1, N))
     stored = data.records_from(tmp_path, parse_one, 4)
     assert sorted(labels(stored)) == list(range(N))
+
+
+def test_threads_that_open_a_file_at_once_read_its_records(tmp_path):
+    shards(tmp_path)
+    source = data.records_from(tmp_path, parse_one, 1).source
+
+    def read(row):
+        return source.read(np.array([0]), np.array([row]))[0][0]
+
+    expected = [read(row) for row in range(N)]
+    with concurrent.futures.ThreadPoolExecutor(8) as threads:
+        for _ in range(200):
+            source._open.cache_clear()
+            assert [*threads.map(read, range(N))] == expected

@@ -91,7 +91,10 @@ class RecordFiles(RowSource):
         for row, (number, offset, length) in enumerate(places):
             path = self._indices[number].path
             try:
-                data = os.pread(self._open(path).descriptor, length + _CHECKSUM.size, offset)
+                file = self._open(
+                    path
+                )  # held during the read: of two threads that open a file at once, the cache keeps one file
+                data = os.pread(file.descriptor, length + _CHECKSUM.size, offset)
             except OSError as e:
                 raise ValueError(
                     f"{path} cannot be read at byte {offset:,}: {e.strerror}. Check the file, the permissions and the storage."

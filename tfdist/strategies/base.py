@@ -7,7 +7,6 @@ The classes are thin subclasses of TensorFlow's, so that Keras' `isinstance` che
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -114,12 +113,6 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     def num_workers(self) -> int:
         """The number of processes with replicas, this one included."""
         return 1
-
-    @functools.cached_property
-    def local_replicas(self) -> list[int]:
-        """The numbers of this process's replicas among all replicas."""
-        numbers = self.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
-        return [int(number) for number in self.experimental_local_results(numbers)]
 
     def scope(self) -> Any:
         """Returns TensorFlow's scope, with a creator that configures Keras' variables."""

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Data, DataIterator, Function, Structure
+from tfdist.collectives.ranks import Ranks
 from tfdist.compat.tf_internals import num_replicas
 from tfdist.data import arrays, resume, worker_rows
 from tfdist.data.graph import walk
@@ -30,6 +31,12 @@ class DataDistribution(tf.distribute.Strategy):
     """
 
     statistics: MovingStatistics
+
+    @functools.cached_property
+    def local_replicas(self) -> list[int]:
+        """The numbers of this process's replicas among all replicas."""
+        numbers = self.experimental_distribute_values_from_function(lambda context: context.replica_id_in_sync_group)
+        return [int(number) for number in self.experimental_local_results(numbers)]
 
     def begin_pass(self) -> None:
         """Makes statistics equal on all replicas, before a loop passes over data. A collective.
@@ -250,11 +257,9 @@ class DataDistribution(tf.distribute.Strategy):
             if batch_splitting.is_splittable(dataset.element_spec)
             else None
         )
-        counts = tf.constant([[-1 if size is None else size, int(dataset.cardinality())]], tf.int64)
-        if self._has_peers():
-            values = self.experimental_distribute_values_from_function(lambda _: counts)
-            counts = self.gather(values, axis=0)
-        sizes, batches = counts.numpy().T
+        local = len(self.extended.worker_devices)
+        workers = Ranks(self, self.local_replicas[0] // local, list(map(str, range(num_replicas(self) // local))))
+        sizes, batches = workers.gather(-1 if size is None else size, int(dataset.cardinality())).astype(np.int64).T
         return sizes, batches
 
     @staticmethod
