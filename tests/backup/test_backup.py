@@ -406,7 +406,7 @@ def test_each_replica_gets_its_own_errors_back(trainer, tmp_path, monkeypatch):
         found = read_part(self, step, part)
         residuals = [name for name in found if "/residual" in name]
         assert len(residuals) in (0, 4)
-        return found | {name: found[name[:-1] + ("1" if name[-1] == "0" else "0")] for name in residuals}
+        return found | {name: found[f"replica-{1 - int(name[8])}{name[9:]}"] for name in residuals}
 
     monkeypatch.setattr(Storage, "read_part", swapped)
     assert differences(life(trainer, backup(tmp_path), **FED_BACK)[0], expected) != []

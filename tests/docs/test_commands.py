@@ -77,7 +77,7 @@ def test_commands_run(command, folder):
             (said,) = re.findall(r"an accuracy of (\d\.\d\d)", PAGES["README.md"])
             # Before 3.16, Keras shuffles arrays by the seed.
             assert f"{float(re.findall(r'accuracy: (.*?) ', output)[-1]):.2f}" == said or keras.__version__ >= "3.16"
-        workers = 2 if "--workers=2" in command else 1
+        workers = int(found[1]) if (found := re.search(r"--workers=(\d+)", command)) else 1
         assert re.search(
             rf"{'parameter_server' if '--ps=' in command else 'multi_worker_mirrored'}: {workers} ", output
         )

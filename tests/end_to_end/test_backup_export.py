@@ -70,7 +70,8 @@ def expected(backup, x):
     shared = tf.train.load_checkpoint(str(backup / "shared"))
     values = {}
     for name in manifest["about"]["variables"]:
-        own = [r.get_tensor(f"{name}/0") for r in readers if r.has_tensor(f"{name}/0")]
+        keys = [f"replica-{rank}/{name}" for rank in range(2)]
+        own = [r.get_tensor(key) for r, key in zip(readers, keys, strict=True) if r.has_tensor(key)]
         values[name.partition("/")[2]] = np.mean(own, axis=0) if own else shared.get_tensor(name)
     keras.backend.clear_session()  # names start again
     model = Digits(Digits.Options()).build_model()

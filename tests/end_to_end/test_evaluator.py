@@ -104,7 +104,7 @@ def test_statistics_that_differ_between_workers_are_averaged(tmp_path):
         if shared.has_tensor(name):
             variable.assign(shared.get_tensor(name))
         else:
-            first, second = (rank.get_tensor(f"{name}/0") for rank in ranks)
+            first, second = (rank.get_tensor(f"replica-{number}/{name}") for number, rank in enumerate(ranks))
             differ += not np.allclose(first, second)
             variable.assign((first + second) / 2)
     assert differ == 4  # two layers of BatchNormalization
@@ -129,11 +129,11 @@ def test_kills_of_the_evaluator_and_of_a_worker(tmp_path):
     finally:
         output = finish(process)
     assert process.returncode == 0, output
-    assert "evaluator:0 lost (killed by SIGKILL); starting it again" in output
+    assert "evaluator:0 lost (killed by SIGKILL); restarting it while the training continues" in output
     assert "worker:1 lost" in output and "restart 1/1" in output
     check(tmp_path, epochs)
     assert (tmp_path / "logs" / "evaluator-0.log").read_text().count(
-        "evaluating each backup"
+        "evaluating each new backup"
     ) == 2  # not at the cluster's restart
 
 
