@@ -19,6 +19,7 @@ import shlex
 import shutil
 import sys
 from collections.abc import Iterator, Sequence
+from typing import Any
 
 from absl import flags
 
@@ -33,6 +34,7 @@ from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, collect_errors, format_value, printable_lines
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.sizes import JOIN_SECONDS, Sizes
 from tfdist.runtime.log import logger, print_always
 
 _MOST = 10_000  # tasks; more are a mistake
@@ -69,8 +71,12 @@ def _flags() -> flags.FlagValues:
     values = flags.FlagValues()
     values.set_gnu_getopt(False)  # flags after the command belong to the command
     at_least = {"flag_values": values, "lower_bound": 0}
-    flags.DEFINE_integer(
-        "workers", 1, "Number of training tasks on this machine.", 1, _MOST, short_name="n", flag_values=values
+    flags.DEFINE_string(
+        "workers",
+        "1",
+        "Number of training tasks on this machine. MIN:MAX, as 1:4, starts MAX and continues with fewer after a task was killed.",
+        short_name="n",
+        flag_values=values,
     )
     flags.DEFINE_integer(
         "ps", 0, "Number of parameter servers on this machine; a chief is added.", 0, _MOST, flag_values=values
@@ -93,6 +99,11 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
     flags.DEFINE_float("grace_seconds", 25.0, "Seconds from a signal to SIGKILL.", **at_least)
     flags.DEFINE_integer("max_restarts", 0, "Number of restarts after failures.", **at_least)
+    flags.DEFINE_integer(
+        "replicas", 0, "Number of replicas of all workers of an elastic job. Default: MAX.", **at_least
+    )
+    join = "Seconds after a loss in which an elastic job starts again with as many workers, while restarts are left."
+    flags.DEFINE_float("join_seconds", JOIN_SECONDS, join, **at_least)
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
@@ -104,7 +115,7 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
         ConfigError: The command line is invalid; the error lists every problem.
     """
     faults = list(_faults(values, command))
-    limits = {"grace_seconds": values.grace_seconds, "max_restarts": values.max_restarts}
+    limits: dict[str, Any] = {"grace_seconds": values.grace_seconds, "max_restarts": values.max_restarts}
     if values["hosts"].present or values["hostfile"].present:
         with collect_errors(faults):
             arguments = {name: values[name].value for name in _OF_HOSTS}
@@ -113,7 +124,10 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
                 _make_log_dir(values.log_dir)
                 return Launcher(command, local_tasks.cluster, values.log_dir, here=local_tasks.tasks, **limits)
     elif not faults:
-        cluster = local_cluster(values.workers, values.ps)
+        workers = cluster_lib.worker_range(values.workers, "--workers")
+        if workers.is_elastic:
+            limits["sizes"] = Sizes(*workers, values.replicas, values.join_seconds)
+        cluster = local_cluster(workers.most, values.ps)
         _make_log_dir(values.log_dir)
         return Launcher(command, cluster, values.log_dir, fresh_ports=True, **limits)
     raise ConfigError(faults)
@@ -130,12 +144,35 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
         yield f"the command {format_value(command[0])} cannot be run; {_why_not_run(command[0])}"
     if not values.grace_seconds < float("inf"):
         yield f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}."
+    if not values.join_seconds < float("inf"):
+        yield f"--join_seconds must be 0 or more, and finite. Received: {values.join_seconds}."
+    try:
+        workers = cluster_lib.worker_range(values.workers, "--workers")
+    except ConfigError as e:
+        yield from e.faults
+    else:
+        yield from _elastic_faults(values, workers)
     several = [name for name in ("hosts", "hostfile") if values[name].present]
     for name, remedy in _OF_THIS_MACHINE.items():
         if several and values[name].present:
             yield f"--{several[0]} and --{name} exclude each other: leave out --{name}; {remedy}."
     if unsuited := [f"--{name}" for name in _OF_HOSTS if values[name].present and not several]:
         yield f"{', '.join(unsuited)}: only with --hosts=A,B or --hostfile=FILE, which name all hosts of the training."
+
+
+def _elastic_faults(values: flags.FlagValues, workers: cluster_lib.WorkerRange) -> Iterator[str]:
+    if not workers.is_elastic:
+        if unsuited := [f"--{name}" for name in ("replicas", "join_seconds") if values[name].present]:
+            yield f"{', '.join(unsuited)}: only with an elastic number of workers, such as --workers=1:4."
+    elif values.ps:
+        yield (
+            f"--workers={values.workers} is for synchronous workers. With --ps a lost worker starts again alone, and the others train on: "
+            "give one number, and --max_restarts."
+        )
+    elif values.replicas and not 1 <= workers.most <= values.replicas:
+        yield f"--replicas must be at least the largest number of workers, {workers.most}. Received: {values.replicas}."
+    elif values.replicas % workers.most:
+        yield f"--replicas must be a multiple of the largest number of workers, {workers.most}. Received: {values.replicas}."
 
 
 def _make_log_dir(path: str) -> None:

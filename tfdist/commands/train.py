@@ -36,8 +36,10 @@ from tfdist.compat import keras_backend
 from tfdist.config import TrainConfig, validation
 from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
+from tfdist.config.cluster import worker_range
 from tfdist.errors import BackupError, ClusterError, ConfigError, DataError, collect_errors, format_value
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.sizes import Sizes
 from tfdist.runtime import late_removal, mirror, ownership, process_end, progress, storage, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.goodput import during
@@ -141,8 +143,7 @@ def _run(
 
 
 def _check_reach(config: TrainConfig, url: str, resolved: ResolvedCluster | None) -> None:
-    several = resolved or config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0
-    if several and url.startswith("memory://"):
+    if (resolved or config.cluster.starts_tasks) and url.startswith("memory://"):
         raise ConfigError(f"workdir {format_value(url)} exists in one process only: give a URL that all tasks reach.")
 
 
@@ -166,7 +167,7 @@ def _run_owned(
     argv: Sequence[str],
 ) -> int:
     evaluates = resolved is not None and resolved.task.type == "evaluator"
-    if resolved is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
+    if resolved is None and config.cluster.starts_tasks:
         return launch(config, argv, workdir, logs)
     process_end.limit_interrupts()
     fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
@@ -319,12 +320,15 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path | str
         )
     # The tasks get their cluster in TF_CONFIG, whatever the source is here.
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
-    cluster = local_cluster(config.cluster.workers, config.cluster.ps)
+    workers = worker_range(config.cluster.workers)
+    cluster = local_cluster(workers.most, config.cluster.ps)
     environ = {**os.environ, _SOURCE: "tf_config", ownership.JOB: ownership.this_run()}
     if isinstance(workdir, str):
         environ |= mirror.opened(workdir, "workdir", _is_log).for_tasks()
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
     limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
+    if workers.is_elastic:
+        limits["sizes"] = Sizes(*workers, config.strategy.replicas, config.cluster.join_seconds)
     code = Launcher(command, cluster, logs, environ, **limits).run()
     if code == 0:
         summary_table.print_summary(_read_json(os.path.join(workdir, "summary.json")) or {}, workdir)

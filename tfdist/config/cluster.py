@@ -3,7 +3,41 @@
 from __future__ import annotations
 
 import dataclasses
-from typing import Any
+import re
+from typing import Any, NamedTuple
+
+from tfdist.config.ranges import MOST_TASKS
+from tfdist.errors import ConfigError, format_value
+
+
+class WorkerRange(NamedTuple):
+    """The smallest and the largest number of workers of a job; they are equal unless the job is elastic."""
+
+    fewest: int
+    most: int
+
+    @property
+    def is_elastic(self) -> bool:
+        """Returns whether the number of workers may change."""
+        return self.fewest < self.most
+
+
+def worker_range(value: int | str, name: str = "cluster.workers") -> WorkerRange:
+    """Returns the range of a number of workers, such as 4, or of a text `MIN:MAX`, such as `"1:4"`.
+
+    Args:
+        value: The number or the text.
+        name: The name of the field or flag, for the error.
+
+    Raises:
+        ConfigError: The value is neither.
+    """
+    match = re.fullmatch(r"(?:([0-9]{1,9}):)?([0-9]{1,9})", str(value))
+    most = int(match[2]) if match else 0
+    fewest = int(match[1] or most) if match else 0
+    if not 1 <= fewest <= most <= MOST_TASKS:
+        raise ConfigError(f"{name} must be 1 to {MOST_TASKS}, or MIN:MAX as 1:4. Received: {format_value(value)}.")
+    return WorkerRange(fewest, most)
 
 
 @dataclasses.dataclass
@@ -11,7 +45,11 @@ class ClusterConfig:
     """The cluster: that of the environment or of `hosts`, or else a cluster that is started on this machine.
 
     Attributes:
-        workers: Number of training tasks to start on this machine, one process each, if the environment describes no cluster.
+        workers: Number of training tasks to start on this machine, one process each, if the environment describes no cluster. A text
+            `MIN:MAX`, such as `"1:4"`, makes the job elastic: it starts with the largest number and continues with fewer after a worker
+            was killed (docs/elastic.md).
+        join_seconds: Seconds after a loss during which an elastic job starts again with as many workers, while `max_restarts` lasts,
+            before it continues with fewer.
         ps: Number of parameter servers. On this machine they are started besides the workers, with a chief; under a scheduler
             the last `ps` ranks are servers.
         evaluator: 1 starts another process on this machine, which evaluates each backup during the training; 0 does not.
@@ -27,7 +65,7 @@ class ClusterConfig:
         2
     """
 
-    workers: int = 1
+    workers: int | str = 1
     ps: int = 0
     evaluator: int = 0
     source: str = "auto"
@@ -35,13 +73,20 @@ class ClusterConfig:
     ps_hosts: str = ""
     hostfile: str = ""
     task: str = ""
+    join_seconds: float = 30.0
+
+    @property
+    def starts_tasks(self) -> bool:
+        """Returns whether tasks must be started on this machine, besides this process."""
+        return worker_range(self.workers).most > 1 or self.ps > 0 or self.evaluator > 0
 
     def resolver_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `discovery.resolve`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if name not in ("workers", "evaluator")}
+        return {name: value for name, value in values.items() if name not in _OF_LAUNCHER}
 
 
+_OF_LAUNCHER = ("workers", "evaluator", "join_seconds")
 FLAGS = {
     "hosts": "The training tasks' addresses, as host1:2222,host2:2222.",
     "ps_hosts": "The parameter servers' addresses; the first of `hosts` is then the chief.",

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import contextlib
 import enum
 import types
 import typing
@@ -16,7 +17,7 @@ _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false"}
 def is_settable(kind: Any) -> bool:
     """Returns whether `parse` supports a type; `object` stands for any Python literal."""
     if _is_union(kind):
-        return len(kinds := _members(kind)) == 1 and is_settable(kinds[0])
+        return all(map(is_settable, _members(kind)))
     kind = typing.get_origin(kind) or kind
     return kind is object or (isinstance(kind, type) and issubclass(kind, (bool, int, float, str, tuple, enum.Enum)))
 
@@ -32,7 +33,7 @@ def parse(kind: Any, text: str) -> Any:
         ValueError: The text is not of the type; the message names the expected type.
     """
     if _is_union(kind):
-        return None if text.lower() == "none" else parse(_members(kind)[0], text)
+        return _parse_union(kind, text)
     if (typing.get_origin(kind) or kind) is tuple:
         item_type = next(iter(typing.get_args(kind)), object)
         return tuple(parse(item_type, part.strip()) for part in text.strip("()").split(",") if part.strip())
@@ -49,6 +50,17 @@ def parse(kind: Any, text: str) -> Any:
         return flags.BooleanParser().parse(text) if kind is bool else kind(text)
     except ValueError:
         raise ValueError(_EXPECTED.get(kind, f"a {kind.__name__}")) from None
+
+
+def _parse_union(kind: Any, text: str) -> Any:
+    """Returns the value of the first type of a union that accepts the text."""
+    if text.lower() == "none" and type(None) in typing.get_args(kind):
+        return None
+    *kinds, last = _members(kind)
+    for each in kinds:
+        with contextlib.suppress(ValueError):
+            return parse(each, text)
+    return parse(last, text)
 
 
 def _is_union(kind: Any) -> bool:

@@ -6,11 +6,13 @@ import contextlib
 import dataclasses
 import importlib.util
 import sys
+import types
 import typing
 from collections.abc import Collection, Iterator
 from typing import Any
 
 from tfdist.config import callbacks, registry
+from tfdist.config.cluster import worker_range
 from tfdist.config.optimizer import accumulation_fault
 from tfdist.config.options import unknown_field
 from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, MOST_TASKS, Range
@@ -136,7 +138,7 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
             field = "global_batch_size" if sizes[0] else "per_replica_batch_size"
             yield from _COUNT.faults(field, max(sizes))
         elif typed("cluster") and traits:
-            tasks = config.cluster.workers if workers is None else workers
+            tasks = _most_workers(config) if workers is None else workers
             if (replicas := _known_replicas(config.strategy, traits, tasks)) and (
                 fault := divisibility_fault(sizes[0], replicas)
             ):
@@ -178,11 +180,11 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
         if expected is float and number and abs(value) <= sys.float_info.max:
             continue
         if (
-            isinstance(expected, type)
+            isinstance(expected, (type, types.UnionType))
             and expected is not Any  # `Any` is a class since Python 3.11
             and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
         ):
-            yield where, f"{where} must be {expected.__name__}. Received: {format_value(value)}."
+            yield where, f"{where} must be {getattr(expected, '__name__', expected)}. Received: {format_value(value)}."
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             yield from _type_faults(value, where)
 
@@ -247,11 +249,17 @@ def _full_name(kind: type) -> str:
 
 
 def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_cluster: bool) -> Iterator[str]:
-    workers = config.cluster.workers
-    yield from Range(1, MOST_TASKS).faults("cluster.workers", workers)
+    workers = None
+    try:
+        workers = worker_range(config.cluster.workers)
+    except ConfigError as e:
+        yield from e.faults
+    yield from Range(0, MOST_SECONDS).faults("cluster.join_seconds", config.cluster.join_seconds)
     yield from Range(0, MOST_TASKS).faults("cluster.ps", config.cluster.ps)
     if traits is None:
         return
+    if workers and workers.is_elastic and not in_cluster:
+        yield from _elastic_faults(config, traits)
     if traits.asynchronous:
         if config.cluster.ps == 0 and not in_cluster:
             yield f"strategy {config.strategy.name!r} needs a parameter server: use --config.cluster.ps=1 or more. Received: 0."
@@ -260,10 +268,36 @@ def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_clust
             f"strategy {config.strategy.name!r} has no parameter servers, but cluster.ps is {config.cluster.ps}; use "
             "--config.strategy.name=parameter_server, or leave cluster.ps at 0."
         )
-    elif workers > 1 and not traits.several_processes:
+    elif workers and workers.most > 1 and not traits.several_processes:
         yield (
-            f"strategy {config.strategy.name!r} trains in one process, but cluster.workers is {workers}; "
+            f"strategy {config.strategy.name!r} trains in one process, but cluster.workers is {config.cluster.workers}; "
             "use --config.strategy.name=multi_worker_mirrored, or leave cluster.workers at 1."
+        )
+
+
+def _most_workers(config: TrainConfig) -> int:
+    try:
+        return worker_range(config.cluster.workers).most
+    except ConfigError:  # reported elsewhere
+        return 0
+
+
+def _elastic_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
+    asked = f"cluster.workers={config.cluster.workers}"
+    if traits.asynchronous:
+        yield (
+            f"{asked} is for synchronous workers; under {config.strategy.name!r} a lost worker starts again alone, and the others train on: "
+            "give one number, and max_restarts."
+        )
+        return
+    if config.backup.save_freq == "never":
+        yield (
+            f"{asked} continues from backups, but backup.save_freq is 'never'; use --config.backup.save_freq=epoch or a number of steps."
+        )
+    if config.strategy.devices:
+        yield (
+            f"{asked} changes each worker's number of replicas, which strategy.devices fixes; use --config.strategy.replicas=N, the number "
+            "of replicas of all workers, instead."
         )
 
 

@@ -24,6 +24,7 @@ from tfdist.launch.process import (
     task_environ,
 )
 from tfdist.launch.restart_policy import RestartPolicy, why_final
+from tfdist.launch.sizes import Sizes
 from tfdist.runtime import late_removal, process_end, progress
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.temporary import temporary_folder
@@ -57,6 +58,8 @@ class Launcher:
             (`progress.mark_finished`), as tasks of `tfdist train` do. During a `fit`, exit code 0 is always a failure.
         here: The tasks to start on this machine, if launchers on other machines start the others. None means all. Each launcher
             restarts its own tasks: the other launchers' tasks fail when they lose these, and all tasks wait for each other at the start.
+        sizes: The number of workers of an elastic job, which continues with fewer workers after one was killed, and with more after
+            a backup. Only for synchronous workers that all run on this machine. None means always as many as `cluster` has.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -85,6 +88,7 @@ class Launcher:
         fresh_ports: bool = False,
         must_finish: bool = False,
         here: Sequence[TaskSpec] | None = None,
+        sizes: Sizes | None = None,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
@@ -93,6 +97,9 @@ class Launcher:
         self._specs = cluster.tasks() if here is None else list(here)
         self._log_dir = pathlib.Path(log_dir)
         self._environ = dict(os.environ if environ is None else environ)
+        self._sizes = sizes
+        if sizes:
+            self._environ[progress.REPLICAS] = str(sizes.replicas)
         self._grace_seconds = grace_seconds
         self._output = LauncherOutput(output, log_dir)
         self._tasks: list[TaskProcess] = []
@@ -102,7 +109,7 @@ class Launcher:
         self._signals: list[int] = []
         self._kill_at = float("inf")
         self._restart = False
-        self._preempted = False
+        self._preempted = self._is_growing = False
         self._knows_backups = here is None or cluster.chief in here  # only the chief reports them
         self._saved: int | None = 0  # the step of the last backup; None if unknown
         self._last_preemption_step = -1
@@ -133,8 +140,7 @@ class Launcher:
                     self._run_once()
                     while self._restart and not self._signals:
                         self._wait()
-                        if self._fresh_ports:  # another program may have taken a port
-                            self._cluster = local.on_free_ports(self._cluster)
+                        self._renew_cluster()
                         self._run_once()
                     if not self._preempted and self.failure is None:
                         self._evaluator.finish(lambda: bool(self._signals), self._refresh)
@@ -155,14 +161,23 @@ class Launcher:
             return 128 + self._signals[0]
         return self.failure.status if self.failure else 0
 
+    def _renew_cluster(self) -> None:
+        if self._sizes:
+            self._cluster = local.local_cluster(self._sizes.workers)
+            self._specs = self._cluster.tasks()
+        elif self._fresh_ports:  # another program may have taken a port
+            self._cluster = local.on_free_ports(self._cluster)
+
     def _run_once(self) -> None:
         """Starts all tasks, and returns when all have ended."""
         if self._signals:
             return
         self._output.attempt(self._progress, progress.clear, self._progress, self.restarts.total)
         self._output.attempt(self._progress, late_removal.begin, self._progress)
-        self._restart = self._preempted = False
+        self._restart = self._preempted = self._is_growing = False
         self._kill_at = float("inf")
+        if self._sizes:
+            self._sizes.started()
         try:
             with selectors.DefaultSelector() as self._selector:
                 for spec in self._specs:
@@ -195,6 +210,7 @@ class Launcher:
             for key, _ in self._selector.select(timeout=0.05):
                 self._forward_output(key.data)
             self._refresh()
+            self._grow()
             # After Ctrl-C tracebacks contain nothing new, and a task may take seconds to end, because its peers do not answer.
             for task in self._running if signal.SIGINT not in self._signals else ():
                 self._output.release_expired(task)
@@ -262,6 +278,8 @@ class Launcher:
             # The traceback of a task that fails because another one failed first stays in its log.
             was_signalled = bool(self._signals) and not self.failure and not self._is_server(task.spec)
             self._preempted |= was_signalled and code == process_end.PREEMPTED
+            if self._is_growing and not code:  # the training has ended meanwhile
+                self._restart = False
             return
         name, amid_fit = task.spec.name, progress.is_training(self._progress, task.spec.name)
         must_finish = self._must_finish and not self._is_server(task.spec)
@@ -294,6 +312,15 @@ class Launcher:
         done, self._saved = self._steps(task)
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
         final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved or 0, failure.reason)
+        killed = failure.exit_code < 0
+        if self._sizes and killed and not final and self._sizes.lost(done, self.restarts.is_left):
+            self.restarts.resized()
+            self._output.release(task)
+            size = f"{self._sizes.workers} of {self._sizes.most} workers"
+            self._output.say(f"{lost}; continuing with {size} from {self._from_where()}. Full output: {task.log_path}")
+            self._restart = True
+            self._end(signal.SIGKILL, 0.0)
+            return
         if not (why := final or self.restarts.failed(done)):
             count = f"restart {self.restarts.spent}/{self.restarts.limit}"
             self._output.release(task)
@@ -320,6 +347,21 @@ class Launcher:
         remedy = failure.remedy(self._saved)
         self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
         self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # after a failure tasks save nothing
+
+    def _grow(self) -> None:
+        """Ends the tasks of an elastic job after a backup, so that they save and start again with all workers."""
+        if not self._sizes or self._sizes.is_full or self._signals or self._kill_at < float("inf"):
+            return
+        reports = [steps for spec in self._specs if (steps := progress.read(self._progress, spec.name))]
+        if reports and self._sizes.should_grow(saved := max(steps.saved for steps in reports)):
+            before = self._sizes.workers
+            self._sizes.grow()
+            self.restarts.resized()
+            self._output.say(
+                f"the backup of step {saved} is complete; starting again with {self._sizes.workers} workers instead of {before}"
+            )
+            self._restart = self._is_growing = True
+            self._end(signal.SIGTERM, self._grace_seconds)
 
     def _remove_backups(self) -> None:
         """Removes the backups of finished trainings. Tasks do not remove them, because a restart might still need them."""

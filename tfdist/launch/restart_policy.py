@@ -83,6 +83,16 @@ class RestartPolicy:
         return ""
 
     @property
+    def is_left(self) -> bool:
+        """Returns whether a restart is left."""
+        return self.spent < self.limit
+
+    def resized(self) -> None:
+        """Counts a start with another number of workers, which uses no restart."""
+        self.total += 1
+        self._stuck = self._same = 0
+
+    @property
     def delay(self) -> float:
         """Seconds to wait before the next start: none after progress, then 1, 2, 4, ..., at most 30."""
         return min(2.0 ** (self._stuck - 1), _LONGEST_DELAY) if self._stuck else 0.0

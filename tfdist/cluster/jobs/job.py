@@ -59,7 +59,7 @@ class Job:
 
 def tasks(config: TrainConfig) -> int:
     """Returns the number of tasks of a configuration."""
-    return config.cluster.workers + config.cluster.ps + (config.cluster.ps > 0)
+    return cluster.worker_range(config.cluster.workers).most + config.cluster.ps + (config.cluster.ps > 0)
 
 
 def check(config: TrainConfig, job: Job, fault: str) -> None:
@@ -79,6 +79,11 @@ def check(config: TrainConfig, job: Job, fault: str) -> None:
             faults.append(
                 f"cluster.{name} is not for a job, whose tasks the scheduler places. Received: {format_value(value)}."
             )
+    if cluster.worker_range(config.cluster.workers).is_elastic:
+        faults.append(
+            "cluster.workers must be one number for a job, whose tasks the scheduler starts and restarts. "
+            f"Received: {format_value(config.cluster.workers)}."
+        )
     if faults:
         raise ConfigError(faults)
 

@@ -1,0 +1,65 @@
+"""A job that loses a worker goes on with fewer, and has all again after its next backup; small scripts stand for trainings."""
+
+import pytest
+
+# Worker 3 is killed at its start while the file `away` exists, as on a machine without memory for it. Each training goes on from
+# the last backup, and saves when told to end.
+SCRIPT = """
+from tfdist.runtime import progress
+from tfdist.runtime.progress import Progress
+workers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
+index, away, backup = TASK["index"], pathlib.Path("away"), pathlib.Path("backup")
+step = int(backup.read_text()) if backup.exists() else 0
+tell = Progress(f"worker-{index}").write
+def leave(*_):
+    if index == 0:
+        backup.write_text(str(step))
+    os._exit(75)
+signal.signal(signal.SIGTERM, leave)
+tell(saved=step, done=step)
+if index == 0:
+    say(f"{workers} workers and {os.environ['TFDIST_REPLICAS']} replicas from step {step}")
+if index == 3 and away.exists():
+    os.kill(os.getpid(), signal.SIGKILL)
+while step < 60:
+    time.sleep(0.02)
+    if index == 3 and step == 15 and not pathlib.Path("lost").exists():
+        pathlib.Path("lost").touch()
+        away.touch()
+        os.kill(os.getpid(), signal.SIGKILL)
+    if index == 0 and workers == 4 and away.exists():
+        continue
+    step += 1
+    if index == 0 and step % 10 == 0:
+        if workers == 2:
+            away.unlink(missing_ok=True)
+        backup.write_text(str(step))
+        tell(step, step)
+    tell(step)
+if index == 0:
+    say(f"{workers} workers end")
+"""
+
+
+@pytest.mark.parametrize("flags", [("--max_restarts=0",), ("--max_restarts=9", "--join_seconds=1.5")])
+def test_a_job_of_four_goes_on_with_two_and_grows_back(job, flags):
+    assert job.run(SCRIPT, "--workers=1:4", *flags) == 0
+    said = job.output().splitlines()
+    starts = [line.removeprefix("[worker:0] ") for line in said if "replicas from step" in line]
+    assert starts[0] == "4 workers and 4 replicas from step 0"
+    sizes = [int(line.split()[0]) for line in starts]
+    assert [size for size, before in zip(sizes, [0, *sizes], strict=False) if size != before] == [4, 2, 4], said
+    told = [line for line in said if line.startswith("tfdist: ")]
+    assert any("lost" in line and "continuing with 2 of 4 workers from step" in line for line in told), told
+    assert any("is complete; starting again with 4 workers instead of 2" in line for line in told), told
+    assert said[-1] == "[worker:0] 4 workers end"
+
+
+def test_an_exception_of_the_program_changes_no_size(job):
+    assert job.run("sys.exit(7)", "--workers=1:2") == 7
+    assert "continuing with" not in job.output()
+
+
+def test_a_job_that_loses_its_last_worker_ends(job):
+    assert job.run("os.kill(os.getpid(), signal.SIGKILL)", "--workers=1:2") == 137
+    assert "continuing with 1 of 2 workers from step 0" in job.output()

@@ -1,0 +1,88 @@
+"""`Sizes`: the number of workers of an elastic job. No TensorFlow here."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+
+JOIN_SECONDS = 30.0
+
+
+class Sizes:
+    """The number of workers of a job that continues with fewer after a loss, and with more again after a backup.
+
+    Every size divides the number of replicas, so that each worker has equally many.
+
+    Args:
+        fewest: The smallest number of workers.
+        most: The number of workers at the start.
+        replicas: The number of replicas of all workers together; 0 means `most`.
+        join_seconds: Seconds after a loss during which the job starts again with as many workers, if restarts are left.
+        clock: Returns the time in seconds. Tests replace it, so that they need not wait.
+
+    Attributes:
+        workers: The number of workers now.
+        most: The largest number of workers.
+        replicas: The number of replicas.
+    """
+
+    def __init__(
+        self,
+        fewest: int,
+        most: int,
+        replicas: int = 0,
+        join_seconds: float = JOIN_SECONDS,
+        clock: Callable[[], float] = time.monotonic,
+    ):
+        self.replicas = replicas or most
+        self._sizes = [number for number in range(fewest, most + 1) if self.replicas % number == 0]
+        self.workers = self.most = self._sizes[-1]
+        self._join_seconds = join_seconds
+        self._clock = clock
+        self._step: int | None = None  # of the last loss
+        self._since = 0.0  # the time of the first of the losses without progress between them
+        self._saved: int | None = None  # the step of the newest backup of the present tasks
+        self._backups = 0  # of the present tasks
+        self._patience = 1  # backups to wait for before the job grows
+        self._has_grown = False  # and has not trained a step since
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether the job has all its workers."""
+        return self.workers == self.most
+
+    def started(self) -> None:
+        """Notes that the tasks start, with `workers` workers."""
+        self._saved, self._backups = None, 0
+
+    def lost(self, step: int | None, may_restart: bool) -> bool:
+        """Notes that a worker is lost, and decides whether the job continues with fewer workers; `workers` is then their number.
+
+        Args:
+            step: The training steps completed before the loss, or None before the first step.
+            may_restart: Whether the job may start again with as many workers.
+        """
+        now = self._clock()
+        progressed = step is not None and (self._step is None or step > self._step)
+        if progressed or self._step is None:
+            self._since = now
+        if self._has_grown:
+            self._patience = 1 if progressed else 2 * self._patience
+        self._has_grown = False
+        self._step = step if step is not None else self._step or 0
+        smaller = [size for size in self._sizes if size < self.workers]
+        if not smaller or (may_restart and now - self._since < self._join_seconds):
+            return False
+        self.workers = smaller[-1]
+        return True
+
+    def should_grow(self, saved: int) -> bool:
+        """Notes the step of the last backup, and returns whether the job should start again with all workers."""
+        if self._saved is not None and saved > self._saved:
+            self._backups += 1
+        self._saved = saved
+        return not self.is_full and self._backups >= self._patience
+
+    def grow(self) -> None:
+        """Sets `workers` to the largest number."""
+        self.workers, self._has_grown = self.most, True
