@@ -22,6 +22,7 @@ from tfdist.runtime.log import logger
 
 FOLDER = "TFDIST_PROGRESS"
 LAUNCHED = "TFDIST_LAUNCHED"  # the start time of the supervisor, in seconds since the epoch
+REPLICAS = "TFDIST_REPLICAS"  # the replicas of all workers together, where the number of workers may change
 _FORM = struct.Struct("<5q")
 _METRICS_BYTES = 512  # after the numbers: lines `name value`; lines that do not fit are dropped
 _RESTARTS = "restarts"
