@@ -112,6 +112,32 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
             {"strategy": StrategyConfig("parameter_server", devices=2), "cluster": ClusterConfig(ps=1)},
             "does not apply to parameter_server",
         ),
+        ({"strategy": StrategyConfig(replicas=4)}, "strategy.replicas does not apply to one_device"),
+        (
+            {"strategy": StrategyConfig("tpu", replicas=4)},
+            "mirrored or multi_worker_mirrored, or leave it at 0. Received",
+        ),
+        ({"strategy": StrategyConfig("parameter_server", replicas=4), **SERVERS}, "does not apply to parameter_server"),
+        (
+            {"strategy": StrategyConfig("mirrored", devices=2, replicas=2)},
+            "both set the devices of a worker; leave one of them out. Received: 2 and '2'.",
+        ),
+        (
+            {"strategy": StrategyConfig("mirrored", replicas=-1)},
+            "strategy.replicas must be 0 (off) to 2560000. Received",
+        ),
+        (
+            {"strategy": StrategyConfig("mirrored", replicas=512), "global_batch_size": 512},
+            "strategy.replicas=512 needs 512 virtual CPUs, more than 256; use 2, 4, 8, 16, 32, 64, 128 or 256 workers",
+        ),
+        (
+            {
+                "strategy": StrategyConfig("multi_worker_mirrored", replicas=4),
+                "cluster": ClusterConfig(3),
+                "global_batch_size": 32,
+            },
+            "strategy.replicas=4 is not divisible by 3 workers; use 1, 2 or 4 workers, or a multiple of 3 replicas.",
+        ),
         ({"strategy": StrategyConfig(devices="GPU:0,GPU:1")}, "one_device takes one device. Received: 'GPU:0,GPU:1'"),
         ({"cluster": ClusterConfig(workers=0)}, "cluster.workers must be 1 to 10000. Received: 0."),
         ({"cluster": ClusterConfig(workers=2)}, "'one_device' trains in one process, but cluster.workers is 2"),
@@ -261,6 +287,12 @@ def test_an_attribute_that_is_no_field_is_a_misspelt_field():
             "9 is not divisible by 2 replicas; use 8 or 10.",
         ),
         (32, StrategyConfig("multi_worker_mirrored"), 5, "32 is not divisible by 5 replicas; use 30 or 35."),
+        (
+            33,
+            StrategyConfig("multi_worker_mirrored", replicas=6),
+            3,
+            "33 is not divisible by 6 replicas; use 30 or 36.",
+        ),
     ],
 )
 def test_a_batch_that_known_replicas_do_not_divide_names_the_nearest_that_they_do(batch, strategy, workers, said):
@@ -300,6 +332,44 @@ def test_devices_are_a_number_a_text_or_a_list():
     assert StrategyConfig(devices="GPU:1, GPU:3,").device_names == ["GPU:1", "GPU:3"]
     assert StrategyConfig().device_names == StrategyConfig(devices=None).device_names == []
     assert [StrategyConfig(devices=d).virtual_cpus for d in (3, "3", "GPU:0", "")] == [3, 3, 0, 0]
+
+
+@pytest.mark.parametrize(
+    ("name", "workers", "gpus", "variable", "fields", "devices"),
+    [
+        ("multi_worker_mirrored", 2, 0, "", {"replicas": 4}, "2"),
+        ("multi_worker_mirrored", 1, 0, "", {"replicas": 4}, "4"),
+        ("multi_worker_mirrored", 4, 2, "", {"replicas": 4}, "GPU:0"),
+        ("multi_worker_mirrored", 2, 2, "", {"replicas": 4}, "GPU:0,GPU:1"),
+        ("mirrored", 2, 0, "", {"replicas": 4}, "4"),
+        ("multi_worker_mirrored", 2, 0, "4", {}, "2"),
+        ("multi_worker_mirrored", 2, 0, "4", {"replicas": 2}, "1"),
+        ("multi_worker_mirrored", 2, 0, "4", {"devices": "3"}, "3"),
+        ("multi_worker_mirrored", 2, 1, "4", {}, ""),
+        ("multi_worker_mirrored", 2, 0, "0", {}, ""),
+        ("one_device", 1, 0, "4", {}, ""),
+    ],
+)
+def test_replicas_are_shared_by_the_workers(monkeypatch, name, workers, gpus, variable, fields, devices):
+    monkeypatch.setenv("TFDIST_REPLICAS", variable)
+    placed = StrategyConfig(name, **fields).on_workers(workers, gpus)
+    assert (placed.devices, placed.replicas) == (devices, 0)
+
+
+@pytest.mark.parametrize(
+    ("workers", "gpus", "variable", "replicas", "said"),
+    [
+        (3, 0, "4", 0, "TFDIST_REPLICAS=4 is not divisible by 3 workers; use 1, 2 or 4 workers, or a multiple of"),
+        (2, 0, "four", 0, "the environment variable TFDIST_REPLICAS must be 0 (off) to 2560000. Received: 'four'."),
+        (2, 1, "", 4, "=4 needs 2 GPUs of each worker, and this process has 1; use 4 workers, or at most 2 replicas."),
+        (1, 0, "9" * 5000, 0, "the environment variable TFDIST_REPLICAS must be"),
+    ],
+)
+def test_replicas_that_workers_cannot_share(monkeypatch, workers, gpus, variable, replicas, said):
+    monkeypatch.setenv("TFDIST_REPLICAS", variable)
+    with pytest.raises(ConfigError) as raised:
+        StrategyConfig("multi_worker_mirrored", replicas=replicas).on_workers(workers, gpus)
+    assert said in str(raised.value)
 
 
 def test_to_dict_is_plain():

@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import dataclasses
+import os
 import re
 from collections.abc import Iterator
 
-from tfdist.config.ranges import MOST_SECONDS, Range
+from tfdist.config.ranges import MOST_SECONDS, MOST_TASKS, Range
 from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits, find_traits
 from tfdist.errors import ConfigError, format_value, truncate, unknown_name_message
+from tfdist.runtime import progress
 
 PLACEMENTS = ("round_robin", "by_bytes")
 TENSORFLOW_TRANSPORTS = ("auto", "grpc", "nccl")
@@ -16,6 +18,8 @@ TRANSPORTS = (*TENSORFLOW_TRANSPORTS, "gloo", "mpi", "shared_memory")
 
 
 MAX_VIRTUAL_CPUS = 256
+_MOST_SHOWN = 8  # numbers of workers in a message
+_MOST_REPLICAS = Range(0, MAX_VIRTUAL_CPUS * MOST_TASKS, off=True)
 
 
 _DEVICE = re.compile(
@@ -31,6 +35,10 @@ class StrategyConfig:
         name: A name in `STRATEGIES`, or your own factory as `"package.module:function"` (see docs/extending.md).
         devices: Device names, as `"GPU:0,GPU:1"` or a list of names, or a number of virtual CPUs of this process.
             Empty means all GPUs, or the CPU. For `tpu`, the TPU's name or address.
+        replicas: The replicas of all workers together, instead of `devices`: each of the workers of `multi_worker_mirrored`, or the one
+            process of `mirrored`, gets an equal number of virtual CPUs, or uses as many of its GPUs. The run then continues with
+            the same bits on another number of workers. 0 means `devices`; if that is empty, too, the environment variable
+            TFDIST_REPLICAS, which applies to CPUs only.
         transport: The transport of gradients between the workers of `multi_worker_mirrored`: TensorFlow's `"grpc"` or `"nccl"` (GPUs),
             `"gloo"` (CPUs, with PyTorch), `"mpi"` (CPUs, workers that mpirun or srun has started), or `"shared_memory"` (CPUs,
             workers of one host). `"auto"` selects one (docs/transports.md). Under `mirrored`: `"nccl"`, or `"grpc"`, which sums on one device.
@@ -54,6 +62,7 @@ class StrategyConfig:
 
     name: str = "one_device"
     devices: str = ""
+    replicas: int = 0
     transport: str = "auto"
     bucket_bytes: int = 4_000_000
     gather_loss_bytes: int = 1_000_000
@@ -82,6 +91,34 @@ class StrategyConfig:
         if self.virtual_cpus:
             return [f"CPU:{i}" for i in range(self.virtual_cpus)]
         return [name.strip() for name in self.devices.split(",") if name.strip()]
+
+    def on_workers(self, workers: int, gpus: int = 0) -> StrategyConfig:
+        """Returns this configuration with `devices` in place of `replicas`, or of the environment variable `TFDIST_REPLICAS`.
+
+        Args:
+            workers: The number of workers. A strategy of one process has one.
+            gpus: The number of GPUs of this process. With GPUs the environment variable has no effect.
+
+        Raises:
+            ConfigError: The workers do not divide the replicas, or a worker has too few GPUs.
+        """
+        workers = workers if self.traits.several_processes else 1
+        field, replicas = "strategy.replicas", self.replicas
+        if not replicas and not self.devices and not gpus and self.traits.mirrors:
+            field, replicas = progress.REPLICAS, _replicas_of_environment()
+        if not replicas:
+            return self
+        if faults := list(_replicas_faults(field, replicas, workers, gpus)):
+            raise ConfigError(faults)
+        own = replicas // workers
+        devices = ",".join(f"GPU:{i}" for i in range(own)) if gpus else str(own)
+        return dataclasses.replace(self, devices=devices, replicas=0)
+
+    def replicas_faults(self, workers: int) -> Iterator[str]:
+        """Yields the error of a number of `replicas` that a number of workers cannot share."""
+        if self.replicas > 0:
+            workers = workers if self.traits.several_processes else 1
+            yield from _replicas_faults("strategy.replicas", self.replicas, workers)
 
     def faults(self) -> Iterator[str]:
         """Yields the errors in the strategy and its options."""
@@ -120,5 +157,48 @@ class StrategyConfig:
                 f"strategy.devices does not apply to {self.name}, which uses all GPUs it sees, or the CPU; "
                 f"choose GPUs with CUDA_VISIBLE_DEVICES. Received: {format_value(self.devices)}."
             )
+        if self.replicas not in _MOST_REPLICAS:
+            yield from _MOST_REPLICAS.faults("strategy.replicas", self.replicas)
+        elif self.replicas and not self.traits.mirrors:
+            yield (
+                f"strategy.replicas does not apply to {self.name}, which has no number of replicas to share among workers; use "
+                f"strategy.name=mirrored or multi_worker_mirrored, or leave it at 0. Received: {self.replicas}."
+            )
+        elif self.replicas and self.devices:
+            yield (
+                "strategy.replicas and strategy.devices both set the devices of a worker; leave one of them out. "
+                f"Received: {self.replicas} and {format_value(self.devices)}."
+            )
         if devices == "one" and len(self.device_names) > 1:
             yield f"strategy {self.name} takes one device. Received: {format_value(self.devices)}; use strategy.name=mirrored for several."
+
+
+def _replicas_of_environment() -> int:
+    """Returns the number in the environment variable, or 0. Raises ConfigError if it is not a number of replicas."""
+    text = os.environ.get(progress.REPLICAS, "").strip()
+    replicas = int(text) if re.fullmatch("[0-9]{1,9}", text) else -1
+    if text and replicas not in _MOST_REPLICAS:
+        raise ConfigError(
+            f"the environment variable {progress.REPLICAS} must be {_MOST_REPLICAS}. Received: {format_value(text)}."
+        )
+    return replicas if text else 0
+
+
+def _replicas_faults(field: str, replicas: int, workers: int, gpus: int = 0) -> Iterator[str]:
+    """Yields the error of a number of replicas that the workers, each with a number of GPUs, cannot share."""
+    divisors = [number for number in range(1, min(replicas, MOST_TASKS) + 1) if replicas % number == 0]
+    possible = [number for number in divisors if replicas // number <= (gpus or MAX_VIRTUAL_CPUS)]
+    nearest = sorted(sorted(possible, key=lambda number: abs(number - workers))[:_MOST_SHOWN])
+    choice = f"use {_or(nearest)} workers" if nearest else "use fewer replicas"
+    if replicas % workers:
+        yield f"{field}={replicas} is not divisible by {workers} workers; {choice}, or a multiple of {workers} replicas."
+    elif replicas // workers > (gpus or MAX_VIRTUAL_CPUS):
+        needs = f"{replicas // workers} {'GPUs' if gpus else 'virtual CPUs'}{' of each worker' if workers > 1 else ''}"
+        has = f"and this process has {gpus}" if gpus else f"more than {MAX_VIRTUAL_CPUS}"
+        most = workers * (gpus or MAX_VIRTUAL_CPUS)
+        yield f"{field}={replicas} needs {needs}, {has}; {choice}, or at most {most} replicas."
+
+
+def _or(numbers: list[int]) -> str:
+    *first, last = map(str, numbers)
+    return f"{', '.join(first)} or {last}" if first else last

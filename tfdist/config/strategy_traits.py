@@ -46,9 +46,14 @@ class StrategyTraits:
     refuses: Mapping[str, str] = dataclasses.field(default_factory=dict)
 
     @property
+    def mirrors(self) -> bool:
+        """True if tfdist's collectives sum gradients for copies of the variables, one on each device."""
+        return self.compresses and not self.shared_variables
+
+    @property
     def mirrors_in_process(self) -> bool:
-        """True if tfdist's collectives sum gradients for copies of the variables that are all in this process."""
-        return self.compresses and not (self.several_processes or self.shared_variables)
+        """True if `mirrors`, and all copies are in this process."""
+        return self.mirrors and not self.several_processes
 
 
 _SHARE = "whose replicas share their variables; use strategy mirrored"

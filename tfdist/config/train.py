@@ -183,7 +183,7 @@ _SAME = (
 )
 
 # The same for fields of the strategy; the others may differ.
-_SAME_OF_STRATEGY = ("name", "devices", "bucket_bytes", "gather_loss_bytes", "placement")
+_SAME_OF_STRATEGY = ("name", "devices", "replicas", "bucket_bytes", "gather_loss_bytes", "placement")
 
 
 def fixed(config: TrainConfig) -> dict[str, Any]:

@@ -83,9 +83,13 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
 
     traits = None
     if typed("strategy"):
-        yield from config.strategy.faults()
+        faults = list(config.strategy.faults())
+        yield from faults
         with contextlib.suppress(ConfigError):  # the strategy is unknown, which is reported above
             traits = config.strategy.traits
+        tasks = (config.cluster.workers if typed("cluster") else 0) if workers is None else workers
+        if not faults and tasks > 0:
+            yield from config.strategy.replicas_faults(tasks)
     if typed("optimizer"):
         yield from config.optimizer.faults()
         steps = config.steps_per_epoch * config.epochs if typed("epochs", "steps_per_epoch") else 0
@@ -321,6 +325,8 @@ def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
 
 def _known_replicas(strategy: StrategyConfig, traits: StrategyTraits, workers: int) -> int:
     """Returns the number of replicas if it is known without TensorFlow, else 0."""
+    if strategy.replicas and traits.mirrors:
+        return max(strategy.replicas, 0)
     if traits.several_processes:
         # Without names, a worker has a replica for each GPU. The number of GPUs is unknown here, so the
         # batch must only be divisible by `workers`.

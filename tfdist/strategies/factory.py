@@ -56,7 +56,7 @@ def create_strategy(
         start_timeout: Seconds to wait for the other tasks.
         grace_seconds: Seconds for which workers and servers, after SIGTERM, wait for the chief to save.
         **options: Fields of `StrategyConfig`, such as `devices=2` (virtual CPUs), `devices="GPU:0,GPU:1"`,
-            `transport="grpc"`, `bucket_bytes=4_000_000`, `gather_loss_bytes=1_000_000`,
+            `replicas=4` (of all workers together), `transport="grpc"`, `bucket_bytes=4_000_000`, `gather_loss_bytes=1_000_000`,
             `timeout_seconds=600`.
 
     Returns:
@@ -95,12 +95,14 @@ def create_strategy(
     progress.mark_strategy()
     startup.check_versions()
     allocator.configure_malloc()
-    if strategy.virtual_cpus:
-        make_virtual_cpus(strategy.virtual_cpus)
     if cluster is None and (traits.several_processes or traits.asynchronous):
         cluster = discovery.find_cluster(timeout=start_timeout)
-    make = registry.resolve("strategy", traits.factory or strategy.name, {})
     member = check_member(cluster) if cluster else None
+    workers = len(member.cluster.training_tasks()) if member else 1
+    strategy = strategy.on_workers(workers, len(tf.config.list_physical_devices("GPU")))
+    if strategy.virtual_cpus:
+        make_virtual_cpus(strategy.virtual_cpus)
+    make = registry.resolve("strategy", traits.factory or strategy.name, {})
     created: tf.distribute.Strategy = make(strategy, member, start_timeout, grace_seconds)
     if not isinstance(created, KerasStrategy):
         raise ConfigError(

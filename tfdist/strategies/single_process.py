@@ -114,6 +114,4 @@ def make_virtual_cpus(count: int) -> None:
     except RuntimeError as e:
         # TensorFlow has started, which is fine if it has the same number of CPUs.
         if (present := len(tf.config.list_logical_devices("CPU"))) != count:
-            raise startup.already_started_error(
-                f"strategy.devices={count} virtual CPUs cannot be made (there are {present})"
-            ) from e
+            raise startup.already_started_error(f"{count} virtual CPUs cannot be made (there are {present})") from e

@@ -50,6 +50,8 @@ def choose_strategy(
     _check_traits(strategy.name, strategy.traits)
     if strategy.traits.devices != "each":
         return strategy, options
+    if strategy.replicas:  # `check` compares the devices
+        return strategy, options
     if strategy.devices:
         _check_devices(names, strategy.device_names)
         return strategy, options
