@@ -19,14 +19,14 @@ ROOT = pathlib.Path(__file__).parents[2]
         ([], "Usage: "),
         (["--workers=2", "--"], "The command is missing."),
         (["--workers=0", "--", "true"], "--workers"),
-        (["--workers=two", "--", "true"], "flag --workers=two: expected a whole number. Received: 'two'"),
+        (["--workers=two", "--", "true"], "--workers must be 1 to 10000, or MIN:MAX as 1:4. Received: 'two'."),
         (["--wrokers=2", "--", "true"], "unknown flag '--wrokers'; did you mean '--workers'? Known: "),
         (["x", "--", "true"], "the command 'x' cannot be run; is it installed?"),
         (
             ["--workers=2", "script.py", "--epochs=1"],
             "'script.py' cannot be run; a script needs its interpreter: python script.py",
         ),
-        (["-n", "two", "true"], "expected a whole number. Received: 'two'"),
+        (["-n", "two", "true"], "--workers must be 1 to 10000, or MIN:MAX as 1:4. Received: 'two'."),
         (
             ["--hosts=a,b", "--workers=2", "true"],
             "--hosts and --workers exclude each other: leave out --workers; each host gets",

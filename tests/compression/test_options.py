@@ -109,7 +109,7 @@ def test_the_trainer_takes_the_name_of_a_users_own_compressor():
             ([f".name={OWN}n"], ["Module 'tests.compression.toy_compressor' has no 'Signn'; did you mean 'Sign'?"]),
             (
                 [".name=tests.compression.toy_compressor:tf"],
-                ["compression 'tests.compression.toy_compressor:tf' is no sub"],
+                ["compression 'tests.compression.toy_compressor:tf' is not a subclass"],
             ),
             (
                 [".name=tfdist.compression:ErrorFeedback"],

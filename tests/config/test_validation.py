@@ -139,7 +139,7 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
             "strategy.replicas=4 is not divisible by 3 workers; use 1, 2 or 4 workers, or a multiple of 3 replicas.",
         ),
         ({"strategy": StrategyConfig(devices="GPU:0,GPU:1")}, "one_device takes one device. Received: 'GPU:0,GPU:1'"),
-        ({"cluster": ClusterConfig(workers=0)}, "cluster.workers must be 1 to 10000. Received: 0."),
+        ({"cluster": ClusterConfig(workers=0)}, "cluster.workers must be 1 to 10000, or MIN:MAX as 1:4. Received: 0."),
         ({"cluster": ClusterConfig(workers=2)}, "'one_device' trains in one process, but cluster.workers is 2"),
         ({"cluster": ClusterConfig(ps=-1)}, "cluster.ps must be 0 to 10000. Received: -1."),
         ({"cluster": ClusterConfig(ps=1)}, "'one_device' has no parameter servers, but cluster.ps is 1"),

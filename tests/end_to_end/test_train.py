@@ -545,7 +545,7 @@ class Ends(keras.callbacks.Callback):
     [
         (2, "c", "worker:1 failed with exit code 0 before the training has finished"),
         pytest.param(2, "os", "ends_early.py:9 called os._exit(0)", marks=pytest.mark.full),
-        pytest.param(2, "sys", "ends_early.py:9 has called sys.exit(0)", marks=pytest.mark.full),
+        pytest.param(2, "sys", "ends_early.py:9 called sys.exit(0)", marks=pytest.mark.full),
         (1, "sys", "ends_early.py:9 called sys.exit(0) before the training has finished. To end a training early"),
     ],
 )

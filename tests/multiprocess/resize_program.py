@@ -1,5 +1,6 @@
 """Trains with backups, and kills itself at a step. Arguments: strategy, output folder, devices of this process, the folder of the backups
-(`{rank}` stands for the rank), the compression, and the step, 0 for none.
+(`{rank}` stands for the rank), the compression, and the step, 0 for none. Without a number of devices the job is elastic, and only its last worker
+kills itself, once.
 
 Stores the hashes of the weights and of the optimizer's variables, and the history.
 """
@@ -18,10 +19,13 @@ from tfdist.tasks import digits
 
 name, out, devices, folder, compression, kill_at = sys.argv[1:]
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
-backup = tfdist.BackupAndRestore(folder.replace("{rank}", str(rank)), save_freq=1, delete_checkpoint=False)
+backup = tfdist.BackupAndRestore(
+    folder.replace("{rank}", str(rank)), save_freq=1 if devices else 3, delete_checkpoint=False
+)
 compressions = {"none": None, "powersgd": tfdist.CompressionConfig("powersgd", start_powerSGD_iter=0)}
 options = harness.transport() if name == "multi_worker_mirrored" else {}
-trainer = tfdist.Trainer(name, devices=int(devices), backup=backup, compression=compressions[compression], **options)
+options |= {"devices": int(devices)} if devices else {}
+trainer = tfdist.Trainer(name, backup=backup, compression=compressions[compression], **options)
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
@@ -58,6 +62,10 @@ def loss(y_true, y_pred):
 class KillsItself(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         if int(self.model.optimizer.iterations.numpy()) == int(kill_at):
+            if not devices:
+                if rank < 3 or os.path.exists(f"{out}-killed"):
+                    return
+                open(f"{out}-killed", "x").close()
             os.kill(os.getpid(), signal.SIGKILL)
 
 

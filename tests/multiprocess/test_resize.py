@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import subprocess
 
 import pytest
@@ -11,13 +12,14 @@ from tests.helpers import fork_server
 from tests.multiprocess import harness
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.sizes import Sizes
 
 pytestmark = pytest.mark.timeout(600)
 
 STEPS, EXAMPLES = 9, 500  # of an epoch
 
 
-def run(folder, number, workers, devices, compression="none", kill_at=0, backups="backup"):
+def run(folder, number, workers, devices, compression="none", kill_at=0, backups="backup", **limits):
     """Runs a leg of a training in one process (`workers` 0), or in a cluster; returns the first rank's results, or None, and its output."""
     strategy, out = ("multi_worker_mirrored" if workers else "mirrored"), folder / f"leg{number}"
     arguments = (strategy, str(out), str(devices), str(folder / backups), compression, str(kill_at))
@@ -25,7 +27,9 @@ def run(folder, number, workers, devices, compression="none", kill_at=0, backups
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     if workers:
         shown = io.BytesIO()
-        launcher = Launcher(["timeout", "200", *command], local_cluster(workers), out / "logs", environ, output=shown)
+        launcher = Launcher(
+            ["timeout", "200", *command], local_cluster(workers), out / "logs", environ, output=shown, **limits
+        )
         code, text = launcher.run(), shown.getvalue().decode()
     else:
         done = subprocess.run(
@@ -38,8 +42,9 @@ def run(folder, number, workers, devices, compression="none", kill_at=0, backups
             stderr=subprocess.STDOUT,
         )
         code, text = done.returncode, done.stdout
-    assert (code == 0) == (kill_at == 0), text
-    return None if kill_at else harness.load(out, 0), text
+    ends = not kill_at or "sizes" in limits
+    assert (code == 0) == ends, text
+    return None if not ends else harness.load(out, 0), text
 
 
 @pytest.fixture(scope="module")
@@ -83,3 +88,12 @@ def test_another_number_of_replicas_continues_with_each_example_once(tmp_path, u
     assert history["numbers"] == [EXAMPLES * (EXAMPLES - 1) / 2] * 4
     assert history["loss"][0] == expected["loss"][0]
     assert history["loss"] == pytest.approx(expected["loss"], rel=0.05)
+
+
+def test_a_job_of_four_that_loses_a_worker_goes_on_with_two_and_grows_back(tmp_path, undisturbed):
+    results, text = run(tmp_path, 0, 4, "", kill_at=13, sizes=Sizes(1, 4))
+    assert re.search(
+        r"worker:3 lost at step 1[23] \(killed by SIGKILL\); continuing with 2 of 4 workers from step", text
+    ), text
+    assert "starting again with 4 workers instead of 2" in text, text
+    assert results == undisturbed("none")

@@ -87,7 +87,7 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
         yield from faults
         with contextlib.suppress(ConfigError):  # the strategy is unknown, which is reported above
             traits = config.strategy.traits
-        tasks = (config.cluster.workers if typed("cluster") else 0) if workers is None else workers
+        tasks = (_most_workers(config) if typed("cluster") else 0) if workers is None else workers
         if not faults and tasks > 0:
             yield from config.strategy.replicas_faults(tasks)
     if typed("optimizer"):
