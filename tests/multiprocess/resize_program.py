@@ -1,5 +1,5 @@
-"""Trains with backups, and kills itself at a step. Arguments: strategy, output folder, devices of this process, the folder of the backups
-(`{rank}` stands for the rank), the compression, and the step, 0 for none.
+"""Trains with backups, and kills itself at a step. Arguments: strategy, output folder, devices of this process (or the replicas of
+all workers, as `replicas=4`), the folder of the backups (`{rank}` stands for the rank), the compression, and the step, 0 for none.
 
 Stores the hashes of the weights and of the optimizer's variables, and the history.
 """
@@ -21,7 +21,9 @@ rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os
 backup = tfdist.BackupAndRestore(folder.replace("{rank}", str(rank)), save_freq=1, delete_checkpoint=False)
 compressions = {"none": None, "powersgd": tfdist.CompressionConfig("powersgd", start_powerSGD_iter=0)}
 options = harness.transport() if name == "multi_worker_mirrored" else {}
-trainer = tfdist.Trainer(name, devices=int(devices), backup=backup, compression=compressions[compression], **options)
+field, _, number = devices.rpartition("=")
+options[field or "devices"] = int(number)
+trainer = tfdist.Trainer(name, backup=backup, compression=compressions[compression], **options)
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
