@@ -52,6 +52,7 @@ WORKERS = {
         "before_compression": {"predicted": 80000, "measured": None},
     },
     "restarts": 1,
+    "sizes": [{"step": 0, "workers": 2}, {"step": 40, "workers": 1}],
 }
 SERVERS = {
     **ONE_DEVICE,
@@ -85,6 +86,7 @@ SERVERS = {
             """task: digits
             strategy: multi_worker_mirrored
             replicas: 2
+            workers over time: 2 from step 0, 1 from step 40
             global batch: 64
             val_accuracy: 0.975
             speed: 24.1 ms a step, 2,660 examples/s, validation not counted

@@ -75,6 +75,7 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
     assert summary["strategy"] == "multi_worker_mirrored"
     assert (summary["num_replicas"], summary["cluster"], summary["restarts"]) == (2, {"worker": 2}, 0)
     assert (summary["epochs"], summary["steps"]) == (10, 220)
+    assert summary["sizes"] == [{"step": 0, "workers": 2}]
     assert summary["examples_per_second"] > 0 and 0 < summary["step_ms"]["median"] <= summary["step_ms"]["p95"]
     planned, goodput = summary["wire_bytes_per_step"]["predicted"], summary["goodput"]
     assert planned > 0.9 * 4 * 20000
@@ -180,7 +181,7 @@ def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
     }
     perf |= {"system/rss_bytes", "system/cpu_percent", "perf/input_wait_ms"}
     names = ("loss", "accuracy", "learning_rate")
-    own = perf | {"faults/lost_steps", "goodput/productive"}
+    own = perf | {"faults/lost_steps", "goodput/productive", "cluster/workers"}
     own |= {f"goodput_seconds/{part}" for part in summary["goodput"]["seconds"]}
     assert tags["train"].keys() == {f"{by}_{name}" for by in ("batch", "epoch") for name in names} | own
     by_iterations = {f"evaluation_{name}_vs_iterations" for name in names[:2]}

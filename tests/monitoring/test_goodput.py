@@ -119,12 +119,11 @@ def test_what_steps_wait_for_their_data_is_told(tmp_path, mirrored, steps_per_ex
     assert max(value for _, value in waits) >= 1000 * seconds / 2
 
 
-@pytest.mark.full
-def test_the_parts_of_a_run_that_was_killed_add_up_to_its_wall_time(tmp_path):
-    how = {"max_restarts": 1, "epochs": 6, "backup.save_freq": 10, "backup.keep": 1}
+def train(tmp_path, code, kills=True, **how):
+    """Runs a training of two workers, or of `cluster.workers`; kills a worker in it once it has backups; returns the summary."""
+    how = {"epochs": 6, "backup.save_freq": 10, "backup.keep": 1, **how}
     flags = [f"--config.{name}={value}" for name, value in how.items()]
     command = [sys.executable, "-m", "tfdist.train", "--config=configs/digits_multi_worker.py", *flags]
-    begun = time.time()
     with (tmp_path / "output").open("w") as output:
         process = subprocess.Popen(
             [*command, f"--workdir={tmp_path}/run"], cwd=ROOT, stdout=output, stderr=subprocess.STDOUT
@@ -132,16 +131,44 @@ def test_the_parts_of_a_run_that_was_killed_add_up_to_its_wall_time(tmp_path):
     try:
         record = tmp_path / "run/goodput.bin"
         ends = time.monotonic() + 120
-        while (found := goodput.read(record)) is None or found.seconds["saving"] == 0 or found.seconds["steps"] < 0.2:
+        while kills and (
+            (found := goodput.read(record)) is None or found.seconds["saving"] == 0 or found.seconds["steps"] < 0.2
+        ):
             assert time.monotonic() < ends and process.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.02)
-        children = psutil.Process(process.pid).children(recursive=True)
-        next(c for c in children if "tfdist.train" in c.cmdline()).send_signal(signal.SIGKILL)
-        assert process.wait(150) == 0, (tmp_path / "output").read_text()
+        if kills:
+            children = psutil.Process(process.pid).children(recursive=True)
+            next(c for c in children if "tfdist.train" in c.cmdline()).send_signal(signal.SIGKILL)
+        assert process.wait(150) == code, (tmp_path / "output").read_text()
     finally:
         process.kill()
     summary_file = tmp_path / "run/summary.json"
-    summary = json.loads(summary_file.read_text())
+    return json.loads(summary_file.read_text()) if code == 0 else {}
+
+
+def test_a_run_that_continues_with_another_number_of_workers_counts_on(tmp_path):
+    train(tmp_path, 1, **{"strategy.replicas": 2})
+    before = goodput.read(tmp_path / "run/goodput.bin").seconds
+    summary = train(tmp_path, 0, kills=False, **{"strategy.replicas": 2, "cluster.workers": 1})
+    told, (_, second) = summary["goodput"], summary["sizes"]
+    assert summary["sizes"] == [{"step": 0, "workers": 2}, {"step": second["step"], "workers": 1}]
+    assert 0 < second["step"] < summary["steps"] and second["step"] % 10 == 0
+    assert f"\nworkers over time: 2 from step 0, 1 from step {second['step']}\n" in (tmp_path / "output").read_text()
+    assert sum(told["seconds"].values()) == pytest.approx(told["wall_seconds"], abs=0.1)
+    assert told["productive"] == pytest.approx(told["seconds"]["steps"] / told["wall_seconds"], abs=0.01)
+    assert told["seconds"]["restarts"] == summary["restarts"] == 0  # the user has run the command again
+    steps = told["seconds"]["steps"] + told["seconds"]["repeated_steps"]
+    assert steps > before["steps"] > told["seconds"]["repeated_steps"]
+    assert all(told["seconds"][part] >= before[part] - 0.01 for part in ("startup", "compilation", "saving"))
+    written = curves(tmp_path / "run/tensorboard")["train"]["cluster/workers"]
+    assert [number for _, number in written] == [2.0 if step <= second["step"] else 1.0 for step, _ in written]
+
+
+@pytest.mark.full
+def test_the_parts_of_a_run_that_was_killed_add_up_to_its_wall_time(tmp_path):
+    begun = time.time()
+    summary = train(tmp_path, 0, max_restarts=1)
+    summary_file = tmp_path / "run/summary.json"
     took = (
         summary_file.stat().st_mtime - begun
     )  # a busy machine may take a while from the last reading of the clock to the file

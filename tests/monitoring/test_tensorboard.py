@@ -214,7 +214,7 @@ def test_of_two_workers_each_has_runs_of_its_own(tmp_path, keras_own):
     check(found, keras_own)
     assert found.keys() == {"train", "validation", "worker-1", "hparams"}
     own = PERF | SYSTEM | {"comm/bytes_per_step", "comm/gradient_bytes_per_step", "faults/restarts"}
-    assert found["worker-1"].keys() == own and own | {"faults/lost_steps"} <= found["train"].keys()
+    assert found["worker-1"].keys() == own and own | {"faults/lost_steps", "cluster/workers"} <= found["train"].keys()
     assert all(value >= 4 * 3 for run in ("train", "worker-1") for _, value in found[run]["comm/bytes_per_step"])
     restarts = [(step, float(step > 7)) for step in ALL_STEPS]
     assert found["train"]["faults/restarts"] == found["worker-1"]["faults/restarts"] == restarts
@@ -252,6 +252,7 @@ def test_the_curves_of_parameter_servers_go_on_after_a_kill(tmp_path, keras_own)
     train = found["train"]
     # Logs by step lag, and staleness is that of steps which have ended.
     whole = {"batch_loss", "batch_learning_rate", "ps/steps_in_flight", "faults/restarts", "faults/lost_steps"} | SYSTEM
+    whole |= {"cluster/workers"}
     assert {tag for tag, values in train.items() if [step for step, _ in values] == ALL_STEPS} == whole
     assert train.keys() == whole | PERF | {"ps/staleness", "epoch_loss", "epoch_learning_rate"}
     assert [value for _, value in train["faults/restarts"]] == [0.0] * 7 + [1.0] * 13
@@ -301,7 +302,9 @@ def test_examples_per_second_are_written_where_the_batch_size_is_known(tmp_path)
 def test_nothing_by_step_is_written_if_so_asked(tmp_path):
     fit(tmp_path, callback=TensorBoard(tmp_path, "epoch"))
     train = curves(tmp_path)["train"]
-    assert train.keys() == {"epoch_loss", "epoch_learning_rate", "perf/step_ms"} | SYSTEM - {"perf/input_wait_ms"}
+    assert train.keys() == {"epoch_loss", "epoch_learning_rate", "perf/step_ms", "cluster/workers"} | SYSTEM - {
+        "perf/input_wait_ms"
+    }
     assert [step for step, _ in train["perf/step_ms"]] == [5, 10]
     (page,) = EventAccumulator(str(tmp_path / "train")).Reload().Tensors("custom_scalars__config__")
     assert b"^epoch_" in page.tensor_proto.string_val[0] and b"batch_" not in page.tensor_proto.string_val[0]

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import json
+import types
+
 import keras
 import pytest
+import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.errors import ConfigError
@@ -48,6 +52,31 @@ def test_the_first_step_which_compiles_is_left_out(clock):
     assert throughput.step_seconds == [0.5, 0.25, 0.25]
     assert throughput.examples_per_second == 96
     assert throughput.steps == 4
+
+
+def strategy(workers):
+    spec = tf.train.ClusterSpec({"worker": [f"h:{port}" for port in range(1, workers + 1)]} if workers else {})
+    return types.SimpleNamespace(cluster_resolver=tf.distribute.cluster_resolver.SimpleClusterResolver(spec))
+
+
+def test_each_number_of_workers_has_the_step_at_which_it_began(clock):
+    """A number without a step does not count, nor steps that are repeated."""
+    state = None
+    for workers, steps, saved, sizes in (
+        (4, 5, 2, [(0, 4)]),
+        (2, 0, None, [(0, 4)]),
+        (2, 3, 3, [(0, 4), (2, 2)]),
+        (2, 1, None, [(0, 4), (2, 2)]),
+        (0, 1, 1, [(0, 4), (2, 2), (5, 1)]),
+    ):
+        throughput = Throughput(8, clock)
+        throughput.set_model(types.SimpleNamespace(distribute_strategy=strategy(workers)))
+        if state:
+            throughput.load_state_dict(json.loads(state))
+        for step in range(steps):
+            run_epoch(throughput, clock, [1])
+            state = json.dumps(throughput.state_dict()) if step + 1 == saved else state
+        assert throughput.sizes == [{"step": step, "workers": number} for step, number in sizes]
 
 
 def test_the_time_between_epochs_is_left_out(clock):

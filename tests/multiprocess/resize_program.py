@@ -1,6 +1,6 @@
-"""Trains with backups, and kills itself at a step. Arguments: strategy, output folder, devices of this process, the folder of the backups
-(`{rank}` stands for the rank), the compression, and the step, 0 for none. Without a number of devices the job is elastic, and only its last worker
-kills itself, once.
+"""Trains with backups, and kills itself at a step. Arguments: strategy, output folder, devices of this process (or the replicas of
+all workers, as `replicas=4`), the folder of the backups (`{rank}` stands for the rank), the compression, and the step, 0 for none. Without devices
+the job is elastic, and only its last worker kills itself, once.
 
 Stores the hashes of the weights and of the optimizer's variables, and the history.
 """
@@ -24,7 +24,9 @@ backup = tfdist.BackupAndRestore(
 )
 compressions = {"none": None, "powersgd": tfdist.CompressionConfig("powersgd", start_powerSGD_iter=0)}
 options = harness.transport() if name == "multi_worker_mirrored" else {}
-options |= {"devices": int(devices)} if devices else {}
+if devices:
+    field, _, number = devices.rpartition("=")
+    options[field or "devices"] = int(number)
 trainer = tfdist.Trainer(name, backup=backup, compression=compressions[compression], **options)
 
 import keras  # noqa: E402 (the strategy comes first)

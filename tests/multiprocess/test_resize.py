@@ -59,12 +59,15 @@ def undisturbed(once):
 
 
 LEGS = (("4 2 1 4", [(4, 1, 4), (2, 2, 13), (0, 4, 22), (4, 1, 0)]), ("1 2", [(0, 4, 12), (2, 2, 0)]))
+REPLICAS = [(4, "replicas=4", 4), (2, "replicas=4", 13), (1, "replicas=4", 22), (2, "replicas=4", 0)]
 
 
 @pytest.mark.parametrize(
     ("legs", "compression"),
     [
         pytest.param(LEGS[0][1], "powersgd", id="4 2 1 4 powersgd"),
+        pytest.param(REPLICAS, "none", id="replicas 4 2 1 2"),
+        pytest.param(REPLICAS, "powersgd", id="replicas 4 2 1 2 powersgd", marks=pytest.mark.full),
         pytest.param(LEGS[0][1], "none", id="4 2 1 4", marks=pytest.mark.full),
         pytest.param(LEGS[1][1], "none", id="1 2", marks=pytest.mark.full),
     ],

@@ -7,7 +7,7 @@ import pathlib
 import re
 import shlex
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import console, table
@@ -36,6 +36,7 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path | str) -> list[tuple[
         ("task", summary["task"]),
         ("strategy", summary["strategy"]),
         ("workers" if asynchronous else "replicas", summary["num_replicas"]),
+        ("workers over time", _sizes(summary.get("sizes", []))),
         ("batch per worker" if asynchronous else "global batch", summary["batch_size"]),
         *((name, _metric(value)) for name, value in summary["metrics"].items()),
         ("speed", _speed(summary)),
@@ -86,6 +87,13 @@ def _metric(value: Any) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_metric, value))}]"
     return "not finite" if value is None else f"{value:.6g}"
+
+
+def _sizes(sizes: Sequence[Mapping[str, int]]) -> str | None:
+    """Returns the numbers of workers of a run that has changed it, else None."""
+    if len(sizes) < 2:
+        return None
+    return ", ".join(f"{size['workers']} from step {size['step']}" for size in sizes)
 
 
 def _speed(summary: Mapping[str, Any]) -> str | None:

@@ -189,14 +189,14 @@ def _replicas_faults(field: str, replicas: int, workers: int, gpus: int = 0) -> 
     divisors = [number for number in range(1, min(replicas, MOST_TASKS) + 1) if replicas % number == 0]
     possible = [number for number in divisors if replicas // number <= (gpus or MAX_VIRTUAL_CPUS)]
     nearest = sorted(sorted(possible, key=lambda number: abs(number - workers))[:_MOST_SHOWN])
-    choice = f"use {_or(nearest)} workers" if nearest else "use fewer replicas"
+    choice = f"{_or(nearest)} workers" if nearest else "fewer replicas"
     if replicas % workers:
-        yield f"{field}={replicas} is not divisible by {workers} workers; {choice}, or a multiple of {workers} replicas."
+        yield f"{field}={replicas} is not divisible by {workers} workers; use {choice}, or a multiple of {workers} replicas."
     elif replicas // workers > (gpus or MAX_VIRTUAL_CPUS):
         needs = f"{replicas // workers} {'GPUs' if gpus else 'virtual CPUs'}{' of each worker' if workers > 1 else ''}"
         has = f"and this process has {gpus}" if gpus else f"more than {MAX_VIRTUAL_CPUS}"
         most = workers * (gpus or MAX_VIRTUAL_CPUS)
-        yield f"{field}={replicas} needs {needs}, {has}; {choice}, or at most {most} replicas."
+        yield f"{field}={replicas} needs {needs}, {has}; use {choice}, or at most {most} replicas."
 
 
 def _or(numbers: list[int]) -> str:

@@ -32,6 +32,7 @@ _DESCRIPTIONS = {
     "comm/residual_norm": "L2 norm of the residuals of compression (error feedback), in units of the gradient.",
     "ps/steps_in_flight": "Mean number of steps that are scheduled and not completed.",
     "ps/staleness": "Mean number of other steps that ended during a step.",
+    "cluster/workers": "Number of workers that train together.",
     "faults/restarts": "Number of restarts so far.",
     "faults/lost_steps": "Number of steps that restarts have repeated so far.",
     "goodput/productive": "Share of training steps in the wall time so far, from 0 to 1.",

@@ -16,6 +16,7 @@ from tfdist.gradients.optimizer import get_compressor, get_reduction, skipped_up
 from tfdist.gradients.reduction import Reduction
 from tfdist.monitoring import compression_report
 from tfdist.monitoring.network import WireBytes
+from tfdist.monitoring.throughput import count_workers
 from tfdist.runtime import goodput, progress
 from tfdist.strategy import as_ours
 
@@ -85,6 +86,13 @@ class FaultMeter(Meter):
     def read(self) -> dict[str, float | None]:
         restarts = progress.restarts() if progress.is_supervised() else None
         return {"faults/restarts": restarts, "faults/lost_steps": self._lost}
+
+
+class SizeMeter(Meter):
+    """Meter of the number of workers, which may differ between the processes of a run; on the chief."""
+
+    def read(self) -> dict[str, float | None]:
+        return {"cluster/workers": count_workers(self.model.distribute_strategy)} if self.is_chief else {}
 
 
 class GoodputMeter(Meter):

@@ -51,6 +51,7 @@ def summarize(
         "strategy": config.strategy.name,
         "num_replicas": replicas,
         "cluster": {job: len(addresses) for job, addresses in cluster.jobs.items()} if cluster else {"worker": 1},
+        "sizes": throughput.sizes,
         "transport": transport and transport[0],
         "transport_reason": transport and transport[1],
         "batch_size": throughput.global_batch_size,

@@ -25,6 +25,7 @@ from tfdist.monitoring.meter import (
     GoodputMeter,
     GradientNorm,
     Meter,
+    SizeMeter,
     SkipMeter,
     SystemMeter,
     WireMeter,
@@ -109,7 +110,7 @@ class TensorBoard(keras.callbacks.Callback):
             )
         self._every = every  # 0 means never
         self._histogram_freq = histogram_freq
-        self._meters: list[Meter] = [SystemMeter(), FaultMeter(), GoodputMeter()]
+        self._meters: list[Meter] = [SystemMeter(), FaultMeter(), SizeMeter(), GoodputMeter()]
         self._meters += [
             WireMeter(),
             CompressionMeter(),

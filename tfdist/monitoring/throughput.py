@@ -1,9 +1,10 @@
-"""The callback `Throughput`: examples per second and step times."""
+"""The callback `Throughput`: examples per second, step times, and the numbers of workers over time."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable
+from typing import Any
 
 import keras
 import numpy as np
@@ -23,6 +24,8 @@ class Throughput(keras.callbacks.Callback):
         steps: Training steps so far, those before a resume included.
         step_seconds: Seconds of each step, except those of the first execution, which compiles. They include callbacks and
             the wait for data. The steps of one execution (`steps_per_execution`) get equal parts of its time.
+        sizes: The numbers of workers over time, those before a resume included: `{"step": 40, "workers": 2}` for two workers after
+            40 steps. A run that has never changed its number has one entry.
 
     Examples:
         >>> import keras, numpy as np, tfdist
@@ -47,18 +50,26 @@ class Throughput(keras.callbacks.Callback):
         self._last: float | None = None
         self._epoch_steps = 0
         self._compiled = False
+        self.sizes: list[dict[str, int]] = []
+        self._workers = 1
+
+    def set_model(self, model: keras.Model) -> None:
+        """Sets the model, whose strategy has the workers."""
+        super().set_model(model)
+        self._workers = count_workers(getattr(model, "distribute_strategy", None))
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._last = self._clock() if self._compiled else None
         self._epoch_steps = 0
 
-    def state_dict(self) -> dict[str, int]:
-        """Returns the state for a backup: step counts, without the times, which belong to one run."""
-        return {"steps": self.steps, "epoch_steps": self._epoch_steps}
+    def state_dict(self) -> dict[str, Any]:
+        """Returns the state for a backup: step counts and sizes, without the times, which belong to one process."""
+        return {"steps": self.steps, "epoch_steps": self._epoch_steps, "sizes": self.sizes}
 
-    def load_state_dict(self, state: dict[str, int]) -> None:
+    def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state from `state_dict`."""
         self.steps, self._epoch_steps = state["steps"], state["epoch_steps"]
+        self.sizes = list(state.get("sizes", []))
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
         now = self._clock()
@@ -67,6 +78,8 @@ class Throughput(keras.callbacks.Callback):
         steps = epoch_steps - self._epoch_steps
         if self._last is not None and steps:
             self.step_seconds += [(now - self._last) / steps] * steps
+        if not self.sizes or self.sizes[-1]["workers"] != self._workers:
+            self.sizes.append({"step": self.steps, "workers": self._workers})
         self.steps += steps
         self._epoch_steps = epoch_steps
         self._last = now
@@ -86,3 +99,11 @@ class Throughput(keras.callbacks.Callback):
         return {
             name: round(1000 * float(value), 3) for name, value in (("mean", mean), ("median", median), ("p95", p95))
         }
+
+
+def count_workers(strategy: Any) -> int:
+    """Returns the number of workers of a strategy; 1 if it trains in one process."""
+    resolver = getattr(strategy, "cluster_resolver", None)
+    jobs = resolver.cluster_spec().as_dict() if resolver else {}
+    chiefs = 0 if "ps" in jobs else len(jobs.get("chief", ()))  # the chief of parameter servers runs no steps
+    return len(jobs.get("worker", ())) + chiefs or 1
