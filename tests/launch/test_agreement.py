@@ -21,7 +21,7 @@ from tests.helpers.launched_job import until
 from tfdist.cluster import free_ports
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.launch import launcher_lines
-from tfdist.launch.agreement import Agreement, Done, Interruption, Round, launcher_address
+from tfdist.launch.agreement import Agreement, Done, Interruption, Round
 
 ROOT = pathlib.Path(__file__).parents[2]
 LIMIT = 60.0  # seconds, which only a hang reaches
@@ -269,7 +269,9 @@ def test_a_launcher_that_differs_later_is_logged_and_the_job_continues(enter, ca
 def test_a_second_launcher_of_a_host_is_named(enter):
     hosts = addresses(2)
     enter(hosts, 0)
-    with pytest.raises(ClusterError, match=rf"{hosts[0]}: port \d+ is taken by pid {os.getpid()} .* other ports"):
+    with pytest.raises(
+        ClusterError, match=rf"{hosts[0]}: port \d+ is taken by pid {os.getpid()} .* another port, such as --hosts="
+    ):
         enter(hosts, 0)
 
 
@@ -371,7 +373,10 @@ def test_lines_are_read_as_they_were_written():
 
 
 def test_the_launcher_listens_at_the_port_before_the_tasks():
-    assert [launcher_address(each) for each in ("host1:2222", "[::1]:3000")] == ["host1:2221", "[::1]:2999"]
+    assert [launcher_lines.launcher_address(each) for each in ("host1:2222", "[::1]:3000")] == [
+        "host1:2221",
+        "[::1]:2999",
+    ]
 
 
 class Program:

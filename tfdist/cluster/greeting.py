@@ -73,22 +73,20 @@ def naming_port_owner(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
         raise port_error(str(task), cluster.address(task)) from e
 
 
-def port_error(
-    name: str, address: str, error: OSError | None = None, remedy: str = "give the task another port"
-) -> ClusterError:
+def port_error(name: str, address: str, error: OSError | None = None, hint: str = "") -> ClusterError:
     """Returns the error of a process that cannot listen at its port.
 
     Args:
         name: The name of the task or launcher.
         address: Its `host:port`.
         error: The system's error. None means that the port is taken.
-        remedy: The imperative of the message's last clause.
+        hint: A way to give the task another port, as the end of the message.
     """
     port = split_address(address)[1]
     taken = error is None or error.errno == errno.EADDRINUSE
     reason = "" if taken or error is None else (error.strerror or str(error)).lower()
     why = f"is not available ({reason});" if reason else f"is taken{_port_owner(port)}. End that process, or"
-    return ClusterError(f"{name} cannot listen at {address}: port {port} {why} {remedy}.")
+    return ClusterError(f"{name} cannot listen at {address}: port {port} {why} give the task another port{hint}.")
 
 
 def listen(port: int) -> socket.socket:

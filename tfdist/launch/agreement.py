@@ -20,7 +20,7 @@ from typing import Any, Literal, NamedTuple
 
 from tfdist.cluster.spec import split_address
 from tfdist.errors import ClusterError, ConfigError, list_first
-from tfdist.launch.launcher_lines import Line, LinePoll, LineServer
+from tfdist.launch.launcher_lines import POLL_SECONDS, POLL_SECONDS_WAITING, Line, LinePoll, LineServer
 from tfdist.runtime.log import logger
 
 _LEADER = 0  # the index of the leading launcher's host
@@ -91,7 +91,8 @@ class Agreement:
 
     Examples:
         >>> from tfdist.cluster import free_ports
-        >>> from tfdist.launch.agreement import Agreement, launcher_address
+        >>> from tfdist.launch.agreement import Agreement
+        >>> from tfdist.launch.launcher_lines import launcher_address
         >>> hosts = [launcher_address(f"127.0.0.1:{port + 1}") for port in free_ports(2)]
         >>> with Agreement(hosts, me=0, fewest=1, allowed=[2, 1], join_seconds=0.0, token="nnodes=1:2") as agreement:
         ...     agreement.next_round(stop=lambda: False)
@@ -166,7 +167,10 @@ class Agreement:
             ClusterError: The leader does not answer, or too few hosts are ready, for `wait_seconds`; or another launcher was started with other
                 hosts or options, or as this host.
         """
-        return self._open_round(stop, restarts) if self._leads else self._await_round(stop)
+        self._poll.interval = POLL_SECONDS_WAITING
+        outcome = self._open_round(stop, restarts) if self._leads else self._await_round(stop)
+        self._poll.interval = POLL_SECONDS
+        return outcome
 
     def report(self, state: Literal["failed", "ended"], code: int = 0, why: str = "", saved: int | None = None) -> None:
         """Publishes that this launcher's tasks have ended.
@@ -208,6 +212,7 @@ class Agreement:
         if not self._leads or self._is_finished:
             return
         self._is_finished = True
+        self._poll.interval = POLL_SECONDS_WAITING
         self._publish(state="done", code=code, why=why)
         ends = time.monotonic() + _LINGER
         while time.monotonic() < ends and not all(map(self._has_read_the_end, self._others())):
@@ -477,20 +482,6 @@ class _Report:
         if time.monotonic() - self._written >= _REPORT_EVERY:
             self._written = time.monotonic()
             logger.info(text)
-
-
-def launcher_address(address: str) -> str:
-    """Returns the address of a host's launcher: the port before that of the host's first task.
-
-    Args:
-        address: The `host:port` of the first task.
-
-    Examples:
-        >>> launcher_address("host1:2222")
-        'host1:2221'
-    """
-    host, _, port = address.rpartition(":")
-    return f"{host}:{int(port) - 1}"
 
 
 def _checksum(value: object) -> str:

@@ -21,7 +21,8 @@ from tfdist.cluster import greeting
 from tfdist.cluster.spec import split_address
 from tfdist.errors import truncate
 
-POLL_SECONDS = 0.5  # between two polls of a launcher
+POLL_SECONDS = 0.5  # between two polls of a launcher while the tasks run
+POLL_SECONDS_WAITING = 0.1  # while a launcher waits for others
 ANSWER_SECONDS = 2.0  # limit of one poll, after the name is resolved
 _EXPIRES = 5.0  # seconds after which an answer does not count: the system may take arbitrarily long to resolve a name
 _MAX_BYTES = 65536  # of a line
@@ -34,6 +35,20 @@ _LINE = re.compile(
     r"leader=(?P<leader>[0-9a-f]{16}|-) round=(?P<round>[0-9]{1,9}) members=(?P<members>[0-9]{1,5}:[0-9a-f]{16}(?:,[0-9]{1,5}:[0-9a-f]{16})*|-) "
     r"code=(?P<code>-?[0-9]{1,3}) restarts=(?P<restarts>[0-9]{1,9}) saved=(?P<saved>[0-9]{1,18}|-) over=(?P<over>[01]) why=(?P<why>.*)"
 )
+
+
+def launcher_address(address: str) -> str:
+    """Returns the address of a host's launcher: the port before that of the host's first task.
+
+    Args:
+        address: The `host:port` of the first task.
+
+    Examples:
+        >>> launcher_address("host1:2222")
+        'host1:2221'
+    """
+    host, _, port = address.rpartition(":")
+    return f"{host}:{int(port) - 1}"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,8 +135,8 @@ class LineServer:
         try:
             self._listener = greeting.listen(split_address(address)[1])
         except OSError as e:
-            remedy = "give the host's tasks other ports in --hosts, such as host1:3000"
-            raise greeting.port_error(name, address, e, remedy) from None
+            hint = ", such as --hosts=host0:3000,host1:3000; the launcher listens at the port before that of the first task"
+            raise greeting.port_error(name, address, e, hint) from None
         self._line = line
         self._closed = False
         threading.Thread(target=self._serve, daemon=True, name="tfdist-launcher-line").start()
@@ -197,10 +212,14 @@ class LinePoll:
     Args:
         addresses: The `host:port` of each launcher to poll, by host.
         on_line: Called in those threads with the host and its line.
+
+    Attributes:
+        interval: Seconds between two polls of a launcher.
     """
 
     def __init__(self, addresses: Mapping[int, str], on_line: Callable[[int, Line], object] = lambda host, line: None):
         self._on_line = on_line
+        self.interval = POLL_SECONDS_WAITING
         self._answers = dict.fromkeys(addresses, Answer(None, _UNRESOLVED, None, -math.inf))
         self._closed = threading.Event()
         for host, address in addresses.items():
@@ -223,4 +242,4 @@ class LinePoll:
             if line:
                 self._on_line(host, line)
             self._answers[host] = Answer(line, reason, line or self._answers[host].last, time.monotonic())
-            self._closed.wait(POLL_SECONDS)
+            self._closed.wait(self.interval)
