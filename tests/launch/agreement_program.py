@@ -11,7 +11,7 @@ from tfdist.runtime import log
 def follow(hosts: str, me: str, wait_seconds: str) -> None:
     addresses = hosts.split(",")
     allowed = range(len(addresses), 0, -1)
-    limits = {"join_seconds": 1.0, "wait_seconds": float(wait_seconds)}
+    limits = {"join_seconds": 600.0, "wait_seconds": float(wait_seconds)}
     with Agreement(addresses, int(me), 1, allowed, token="same", **limits) as agreement:
         while isinstance(outcome := agreement.next_round(lambda: False), Round):
             print(outcome, flush=True)

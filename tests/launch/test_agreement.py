@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import concurrent.futures
 import contextlib
-import logging
+import dataclasses
 import os
 import pathlib
 import re
@@ -20,6 +20,7 @@ import pytest
 from tests.helpers.launched_job import until
 from tfdist.cluster import free_ports
 from tfdist.errors import ClusterError, ConfigError
+from tfdist.launch import agreement as agreement_lib
 from tfdist.launch import launcher_lines
 from tfdist.launch.agreement import Agreement, Done, Interruption, Round
 
@@ -69,8 +70,16 @@ def begin(*agreements: Agreement):
     return futures
 
 
-def meet(*agreements: Agreement):
-    return [future.result(2 * LIMIT) for future in begin(*agreements)]
+def await_ready(leader: Agreement, *hosts: int) -> None:
+    until(lambda: {*hosts} <= {*leader._ready()})
+
+
+def meet(first: Agreement, *others: Agreement):
+    """Returns the next round, or the end, of several hosts; a leader begins when it knows that the others are ready."""
+    futures = begin(*others) if others else []
+    if first._leads:
+        await_ready(first, *(other._me for other in others))
+    return [future.result(2 * LIMIT) for future in [*begin(first), *futures]]
 
 
 def interruption(agreement: Agreement) -> Interruption:
@@ -155,7 +164,8 @@ def test_the_job_shrinks_to_an_allowed_size_and_grows_when_the_host_is_back(ente
     others[0].leave()
     assert interruption(leader).why == f"the launcher of {hosts[1]} has ended (connection refused at {hosts[1]})"
     leader.report("failed", why="a host is lost")
-    spare = begin(others[2])  # three hosts are ready, and two may train: the first two of the list
+    spare = begin(others[2])
+    await_ready(leader, 3)  # three hosts are ready, and two may train: the first two of the list
     assert meet(leader, others[1]) == [Round(2, (0, 2))] * 2
     assert not leader.newcomers(), "three hosts may not train"
     back = enter(hosts, 1, allowed=(4, 2, 1), join_seconds=0.5)
@@ -165,6 +175,7 @@ def test_the_job_shrinks_to_an_allowed_size_and_grows_when_the_host_is_back(ente
     assert not any(future.done() for future in futures), "they are not of the round that runs"
     leader.report("failed", why="the job grows")
     assert interruption(others[1]).why.endswith("the job grows")
+    await_ready(leader, 1, 3)
     assert meet(leader, others[1]) == [Round(3, (0, 1, 2, 3))] * 2
     assert [future.result(LIMIT) for future in futures] == [Round(3, (0, 1, 2, 3))] * 2
 
@@ -235,7 +246,9 @@ def test_a_launcher_that_differs_is_named_and_the_others_end(enter, stack, chang
     line = Agreement(fewest=1, allowed=[1], join_seconds=LONG, **arguments)._line
     stack.callback(launcher_lines.LineServer(hosts[1], "the launcher", lambda: line).close)
     leader = enter(hosts, 0, settle_seconds=1.0)
-    waiting, waits = begin(leader, enter(hosts, 2))
+    last = enter(hosts, 2)
+    until(lambda: last._leader)
+    waiting, waits = begin(leader, last)
     error = waiting.exception(LIMIT)
     assert isinstance(error, ClusterError)
     assert f"{hosts[1]} ({words.replace('HOST2', hosts[2])})" in str(error), str(error)
@@ -250,7 +263,7 @@ def test_a_launcher_names_its_own_difference_from_the_leader(enter):
     assert f"{hosts[0]} (it was started with other options)" in str(waiting.exception(LIMIT))
 
 
-def test_a_launcher_that_differs_later_is_logged_and_the_job_continues(enter, caplog):
+def test_a_launcher_that_differs_later_is_logged_and_the_job_continues(enter, capsys):
     hosts = addresses(3)
     leader = enter(hosts, 0, fewest=2, allowed=(3, 2), join_seconds=0.0, settle_seconds=0.5)
     other = enter(hosts, 1)
@@ -260,9 +273,10 @@ def test_a_launcher_that_differs_later_is_logged_and_the_job_continues(enter, ca
     assert not leader.newcomers()
     other.leave()
     interruption(leader)
-    with caplog.at_level(logging.WARNING, "tfdist"):
-        (waiting,) = begin(leader)
-        until(lambda: f"{hosts[2]} (it was started with other options)" in caplog.text)
+    (waiting,) = begin(leader)
+    shown = []
+    warning = f"launchers that cannot take part: {hosts[2]} (it was started with other options)"
+    until(lambda: shown.append(capsys.readouterr().out) or warning in "".join(shown))
     assert meet(enter(hosts, 1)) == [Round(2, (0, 1))] == [waiting.result(LIMIT)]
 
 
@@ -315,7 +329,7 @@ def peer(behave):
 
 def send_slowly(connection, over):
     while not over.wait(0.1):
-        connection.sendall(b"t")
+        connection.sendall(b"x")
 
 
 def send_without_end(connection, over):
@@ -337,7 +351,6 @@ def send_without_end(connection, over):
 )
 def test_a_peer_that_is_no_launcher_delays_nobody(enter, behave, reason):
     with peer(behave) as address:
-        assert launcher_lines.fetch_line(address, 0.5) == (None, reason)
         hosts = [*addresses(2), address]
         leader, other = enter(hosts, 0, join_seconds=0.5), enter(hosts, 1)
         assert meet(leader, other) == [Round(1, (0, 1))] * 2
@@ -366,10 +379,10 @@ def test_peers_that_send_or_do_not_read_keep_no_one_from_the_line(enter):
 def test_lines_are_read_as_they_were_written():
     line = launcher_lines.Line("0" * 16, "1" * 16, 1, "2" * 16, "ended", "3" * 16, 4, ((0, "5" * 16),), -9, 6, 7, True)
     for why in ("", "worker:1 lost", "a\nb\x1b[2J"):
-        sent = launcher_lines.dataclasses.replace(line, why=why).encode()
+        sent = dataclasses.replace(line, why=why).encode()
         read = launcher_lines.decode_line(sent)
         assert sent.count(b"\n") == 1 and read.why.isprintable() and read.encode() == sent
-        assert launcher_lines.dataclasses.replace(read, why="") == line
+        assert dataclasses.replace(read, why="") == line
 
 
 def test_the_launcher_listens_at_the_port_before_the_tasks():
@@ -432,14 +445,15 @@ def test_a_launcher_that_is_killed_is_named_and_one_in_its_place_joins(enter, pr
     other.until(re.escape(lost.why))
     programs(hosts, 1)
     assert meet(leader) == [Round(2, (0, 1, 2))]
-    leader.finish(0)
-    other.until(r"Done\(code=0")
+    leader.finish(3)
+    other.until(r"Done\(code=3")
 
 
 def test_a_stopped_launcher_holds_up_nobody_and_joins_again_when_it_continues(enter, programs):
     hosts = addresses(3)
-    leader = enter(hosts, 0, join_seconds=1.0)
+    leader = enter(hosts, 0, fewest=2, join_seconds=1.0)
     stopped, other = programs(hosts, 1, 2)
+    await_ready(leader, 1, 2)
     assert meet(leader) == [Round(1, (0, 1, 2))]
     stopped.signal(signal.SIGSTOP)
     until(lambda: leader._poll[1].reason == "no answer")
@@ -451,32 +465,32 @@ def test_a_stopped_launcher_holds_up_nobody_and_joins_again_when_it_continues(en
     until(leader.newcomers)
     assert leader.newcomers() == (1,)
     leader.report("failed", why="the job grows")
+    await_ready(leader, 1, 2)
     assert meet(leader) == [Round(3, (0, 1, 2))]
     stopped.signal(signal.SIGSTOP)
     leader.finish(3, "ended by the test")
     other.until(r"Done\(code=3, why='ended by the test'\)")
 
 
-def test_a_member_that_stops_before_it_reads_of_its_round_is_named(enter, programs):
+def test_a_member_that_does_not_read_of_its_round_is_named(enter, stack, monkeypatch):
+    monkeypatch.setattr(agreement_lib, "_REPORT_EVERY", 0.5)
     hosts = addresses(2)
-    leader = enter(hosts, 0, join_seconds=0.0)
-    (other,) = programs(hosts, 1)
-    until(lambda: leader._poll[1].line)
-    other.signal(signal.SIGSTOP)
-    assert meet(leader) == [Round(1, (0, 1))], "its last answer is young"
-    assert "does not start its tasks" in interruption(leader).why
+    line = Agreement(hosts, 1, 1, [1], LONG, "same")._line
+    stack.callback(launcher_lines.LineServer(hosts[1], "the launcher", lambda: line).close)
+    leader = enter(hosts, 0, join_seconds=0.5)
+    await_ready(leader, 1)
+    assert meet(leader) == [Round(1, (0, 1))]
+    assert interruption(leader).why == f"the launcher of {hosts[1]} (ready) does not start its tasks"
 
 
 @pytest.mark.parametrize(("number", "reason"), [(signal.SIGKILL, "connection refused"), (signal.SIGSTOP, "no answer")])
-def test_the_loss_of_the_leader_ends_the_others_with_a_message(programs, number, reason):
+def test_the_loss_of_the_leader_ends_the_others_with_a_message(enter, programs, number, reason):
     hosts = addresses(2)
-    leader, other = programs(hosts, 0, 1, wait_seconds=3.0)
-    other.until("number=1")
-    if number == signal.SIGSTOP:  # its tasks continue; here it stops before a further round
-        third = programs(hosts, 1)[0]
-        assert third.process.wait(LIMIT)
-        other.end()
-        other = programs(hosts, 1, wait_seconds=3.0)[0]
+    other = enter(hosts, 1, wait_seconds=3.0)
+    (leader,) = programs(hosts, 0)
+    until(lambda: other._leader)
+    assert meet(other) == [Round(1, (0, 1))]
     leader.signal(number)
-    assert other.process.wait(LIMIT) == 1
-    assert re.search(rf"Waited 3 s for the launcher of {hosts[0]} \({reason}\), which leads", other.shown), other.shown
+    other.report("failed")
+    (waiting,) = begin(other)
+    assert f"Waited 3 s for the launcher of {hosts[0]} ({reason}), which leads" in str(waiting.exception(LIMIT))

@@ -186,7 +186,8 @@ def fetch_line(address: str, seconds: float = ANSWER_SECONDS) -> tuple[Line | No
         return None, (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
     if line := decode_line(received) if b"\n" in received else None:
         return line, ""
-    is_cut = _PREFIX.encode().startswith(received[: len(_PREFIX)]) and b"\n" not in received
+    is_cut = b"\n" not in received and len(received) < _MAX_BYTES
+    is_cut = is_cut and _PREFIX.encode().startswith(received[: len(_PREFIX)])
     return None, "no answer" if is_cut else "another program answers there"
 
 
