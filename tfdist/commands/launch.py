@@ -32,6 +32,7 @@ from tfdist.cluster.resolvers import hosts
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, collect_errors, format_value, printable_lines
+from tfdist.launch import chaos
 from tfdist.launch.launcher import Launcher
 from tfdist.runtime.log import logger, print_always
 
@@ -93,6 +94,13 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
     flags.DEFINE_float("grace_seconds", 25.0, "Seconds from a signal to SIGKILL.", **at_least)
     flags.DEFINE_integer("max_restarts", 0, "Number of restarts after failures.", **at_least)
+    flags.DEFINE_string(
+        "chaos",
+        "",
+        "Test of the job: the launcher kills, stops (for 10 s) or ends tasks of its own once they have trained so many steps, and reports "
+        "the outcome, as kill:worker:1@120, stop:worker:0@200+10s, term:worker:0@30s (SIGTERM, 30 s after the start); or random:SEED.",
+        flag_values=values,
+    )
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
@@ -105,17 +113,18 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
     """
     faults = list(_faults(values, command))
     limits = {"grace_seconds": values.grace_seconds, "max_restarts": values.max_restarts}
-    if values["hosts"].present or values["hostfile"].present:
-        with collect_errors(faults):
-            arguments = {name: values[name].value for name in _OF_HOSTS}
-            local_tasks = hosts.local_tasks(**arguments)
-            if not faults:
-                _make_log_dir(values.log_dir)
-                return Launcher(command, local_tasks.cluster, values.log_dir, here=local_tasks.tasks, **limits)
-    elif not faults:
-        cluster = local_cluster(values.workers, values.ps)
-        _make_log_dir(values.log_dir)
-        return Launcher(command, cluster, values.log_dir, fresh_ports=True, **limits)
+    has_hosts = values["hosts"].present or values["hostfile"].present
+    with collect_errors(faults):
+        if has_hosts:
+            cluster, here = hosts.local_tasks(**{name: values[name].value for name in _OF_HOSTS})
+        else:
+            cluster, here = local_cluster(values.workers, values.ps), None
+        events = chaos.parse(values.chaos, cluster, here)
+        if not faults:
+            _make_log_dir(values.log_dir)
+            return Launcher(
+                command, cluster, values.log_dir, fresh_ports=not has_hosts, here=here, chaos=events, **limits
+            )
     raise ConfigError(faults)
 
 
@@ -123,7 +132,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     """Yields the errors in a command line, except in the list of hosts itself."""
     if not command:
         yield (
-            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] "
+            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--chaos=EVENTS] "
             "[--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. The command is missing."
         )
     elif not shutil.which(command[0]):
