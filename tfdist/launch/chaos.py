@@ -8,10 +8,11 @@ import random
 import re
 import signal
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.errors import ConfigError, format_value, unknown_name_message
+from tfdist.launch.output import LauncherOutput
 from tfdist.launch.process import TaskProcess
 from tfdist.runtime import progress
 
@@ -24,7 +25,7 @@ _STEP = re.compile(r"\d{1,15}")
 _MOST_DRAWN, _LONGEST_DRAWN_STOP = 3, 5  # events; seconds
 # Seconds between two looks at the tasks. With an event ahead they are short, so that it happens at its step or a few steps later.
 _TURN, _TURN_WITH_EVENTS = 0.05, 0.005
-_LAST_WORDS = 0.3  # seconds for the message before the launcher kills itself
+_LAST_WORDS = 5.0  # limit, in seconds, of the wait for the reader of the message before the launcher kills itself
 
 
 @dataclasses.dataclass
@@ -42,6 +43,7 @@ class Event:
         happened_at: The time at which the event happened, by `time.monotonic()`, or None.
         happened_in: The process to which it happened; None for the launcher.
         happened_step: The job's step at that time; None before the first report.
+        is_replaced: Whether the task has a new process since.
         until: The time of the second part, by `time.monotonic()`: a stopped task continues, the launcher kills itself. None without one.
         reached: The last step before the interruption; None before the first report.
         begin: The step from which the job has trained on, or None.
@@ -56,6 +58,7 @@ class Event:
     happened_at: float | None = None
     happened_in: TaskProcess | None = None
     happened_step: int | None = None
+    is_replaced: bool = False
     until: float | None = None
     reached: int | None = None
     begin: int | None = None
@@ -107,57 +110,66 @@ class Chaos:
         is_over = not self._seeds and all(event.is_settled for event in self._events)
         return _TURN if is_over else _TURN_WITH_EVENTS
 
-    def look(self, running: Sequence[TaskProcess], folder: str, say: Callable[[str], None]) -> None:
+    def look(self, running: Sequence[TaskProcess], folder: str, output: LauncherOutput) -> None:
         """Causes the events that are due, and records how the job continues after earlier ones. Call it every `turn` seconds.
 
         Args:
             running: The running tasks.
             folder: The folder in which the tasks write their progress.
-            say: The function that prints a message.
+            output: The launcher's output, for messages.
         """
         if not self._events and not self._seeds:
             return
         now = time.monotonic()
         self._started = self._started or now
-        reports = [steps for task in self._here if (steps := progress.read(folder, task.name))]
-        done = max((steps.done for steps in reports), default=None)
-        if reports and self._resumed_from is None:
-            self._resumed_from = max(min(steps.done, steps.saved) for steps in reports)
-        if self._seeds and (total := max((steps.total for steps in reports), default=0)):
-            self._draw(total, say)
-        self._done = self._done if done is None else done
-        processes = {str(task.spec): task for task in running if task.process.poll() is None}
+        now_at = self._read(folder)
+        if self._seeds and now_at and now_at.total:
+            self._draw(now_at.total, output)
+        processes = {str(task.spec): task for task in running}
         for event in self._events:
             if event.happened_at is None:
+                done = now_at and now_at.done
                 if self._is_due(event, done, now) and (event.victim == _LAUNCHER or self._is_hit(event, processes)):
-                    self._cause(event, processes.get(event.victim), done, say)
+                    self._cause(event, processes.get(event.victim), done, output)
                 continue
-            if event.until is not None and now >= event.until:
-                self._end(event, processes.get(event.victim), say)
-            if event.trained_after is None:
-                self._follow(event, processes.get(event.victim), done)
+            if event.until is not None:
+                self._end_if_due(event, processes.get(event.victim), output)
+            self._follow(event, processes.get(event.victim), now_at)
 
-    def report(self, exit_code: int, say: Callable[[str], None]) -> None:
+    def report(self, exit_code: int, folder: str, output: LauncherOutput) -> None:
         """Prints the outcome of each event.
 
         Args:
             exit_code: The job's exit code.
-            say: The function that prints a message.
+            folder: As for `look`.
+            output: The launcher's output.
         """
         for seed in self._seeds:
-            say(
+            output.say(
                 f"chaos: {_RANDOM}:{seed} drew no event: the training reported no total number of steps to this launcher. "
                 "Name the events, as kill:worker:0@120"
             )
+        last = self._read(folder) if self._events else None  # a task may have trained and ended since the last look
         for event in self._events:
-            say(f"chaos: {event} {self._outcome(event, exit_code)}")
+            if event.happened_at is not None:
+                self._follow(event, None, last)
+            output.say(f"chaos: {event} {self._outcome(event, exit_code)}")
 
-    def _draw(self, total: int, say: Callable[[str], None]) -> None:
+    def _read(self, folder: str) -> progress.Steps | None:
+        """Returns the progress of the task that has trained the most steps; None before the first report."""
+        now_at = max((steps for task in self._here if (steps := progress.read(folder, task.name))), default=None)
+        if now_at:
+            self._done = now_at.done
+            if self._resumed_from is None:
+                self._resumed_from = _begin(now_at)
+        return now_at
+
+    def _draw(self, total: int, output: LauncherOutput) -> None:
         """Draws the events of the seeds. Launchers of the same job draw the same events."""
         names = [str(task) for task in self._here]
         for seed in self._seeds:
             drawn = draw(seed, [str(task) for task in self._all], total)
-            say(f'chaos: {_RANDOM}:{seed} is --chaos="{", ".join(map(str, drawn))}"')
+            output.say(f'chaos: {_RANDOM}:{seed} is --chaos="{", ".join(map(str, drawn))}"')
             self._events += [event for event in drawn if event.victim in names]
         self._seeds = []
 
@@ -168,16 +180,16 @@ class Chaos:
 
     def _is_passed(self, event: Event) -> bool:
         """Returns whether the event's step was trained before this job, which has resumed from a backup."""
-        return event.step is not None and bool(self._resumed_from) and event.step <= (self._resumed_from or 0)
+        return event.step is not None and event.step <= (self._resumed_from or -1)
 
     def _is_hit(self, event: Event, processes: dict[str, TaskProcess]) -> bool:
         """Returns whether the event's task runs, and has not been killed just now by another event."""
         process = processes.get(event.victim)
-        return process is not None and not any(
-            other.happened_in is process and other.what == "kill" for other in self._events
-        )
+        if process is None or process.process.poll() is not None:
+            return False
+        return not any(other.happened_in is process and other.what == "kill" for other in self._events)
 
-    def _cause(self, event: Event, process: TaskProcess | None, done: int | None, say: Callable[[str], None]) -> None:
+    def _cause(self, event: Event, process: TaskProcess | None, done: int | None, output: LauncherOutput) -> None:
         event.happened_at, event.happened_in = time.monotonic(), process
         event.happened_step = event.reached = done
         number = _SIGNALS[event.what]
@@ -190,30 +202,36 @@ class Chaos:
         else:
             os.kill(os.getpid(), number)
         for_seconds = f" for {event.seconds:g} s" if event.seconds else ""
-        say(f"chaos: {_DONE[event.what]} {event.victim}{for_seconds} {_where(event)}")
+        output.say(f"chaos: {_DONE[event.what]} {event.victim}{for_seconds} {_where(event)}")
 
-    def _end(self, event: Event, process: TaskProcess | None, say: Callable[[str], None]) -> None:
-        event.until = None
+    def _end_if_due(self, event: Event, process: TaskProcess | None, output: LauncherOutput) -> None:
+        is_due = event.until is not None and time.monotonic() >= event.until
         if event.happened_in is None:
-            os.kill(os.getpid(), signal.SIGKILL)
-        elif process is event.happened_in:
-            process.signal(signal.SIGCONT)
-            say(f"chaos: {event.victim} continues")
+            if is_due or output.is_written:
+                os.kill(os.getpid(), signal.SIGKILL)
+        elif is_due:
+            event.until = None
+            if process is event.happened_in:
+                process.signal(signal.SIGCONT)
+                output.say(f"chaos: {event.victim} continues")
 
-    def _follow(self, event: Event, process: TaskProcess | None, done: int | None) -> None:
+    def _follow(self, event: Event, process: TaskProcess | None, now_at: progress.Steps | None) -> None:
         """Records the first new step after an event.
 
         A step that was complete when the event happened may be reported later. So steps count once the task can train again: as a new
         process, or after its stop. Under parameter servers the job does not wait for a worker.
         """
         waits_for_victim = not (self._restarts_workers_alone and event.victim.startswith("worker:"))
-        is_new = process is not None and process is not event.happened_in
+        event.is_replaced |= process is not None and process is not event.happened_in
         has_continued = event.what == "stop" and event.until is None
-        if waits_for_victim and not is_new and not has_continued:
-            event.reached = max(event.reached or 0, done or 0)
-        elif done is not None and (event.begin is None or done < event.begin):
-            event.begin = done
-        elif done is not None and event.begin is not None and done > event.begin:
+        if event.trained_after is not None or now_at is None:
+            return
+        if waits_for_victim and not event.is_replaced and not has_continued:
+            event.reached = max(event.reached or 0, now_at.done)
+            return
+        if event.begin is None or now_at.done < event.begin:
+            event.begin = _begin(now_at) if waits_for_victim and event.is_replaced else now_at.done
+        if now_at.done > event.begin:
             event.trained_after = time.monotonic() - (event.happened_at or 0.0)
 
     def _outcome(self, event: Event, exit_code: int) -> str:
@@ -236,6 +254,11 @@ class Chaos:
         if event.step is None:
             return f"the job ended after {now - (self._started or now):.1f} s"
         return "the job ended before its first step" if self._done is None else f"the job ended at step {self._done}"
+
+
+def _begin(steps: progress.Steps) -> int:
+    """Returns the step from which a task has begun, by its first report: the task may have trained steps since."""
+    return min(steps.done, steps.saved)
 
 
 def _where(event: Event) -> str:

@@ -150,7 +150,7 @@ class Launcher:
                     alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
                     if alone and not (self._preempted or self._signals or self.failure):
                         self._output.say(_ALONE)
-                    self._chaos.report(self._exit_code(), self._output.say)
+                    self._chaos.report(self._exit_code(), self._progress, self._output)
             finally:
                 self._output.count_warnings()
                 self._output.close(lambda: len(self._signals))
@@ -255,7 +255,7 @@ class Launcher:
     def _refresh(self) -> None:
         if not self._signals:
             self._evaluator.look()
-        self._chaos.look(self._running, self._progress, self._output.say)
+        self._chaos.look(self._running, self._progress, self._output)
         later = self._specs if self._restart else [spec for _, spec in self._later]
         running = [*(task.spec for task in self._running), *self._evaluator.running]
         self._output.refresh(running, [*later, *self._evaluator.waiting], self._kill_at < float("inf"))
