@@ -332,7 +332,7 @@ def _faults(part: str, known: Sequence[str]) -> Iterator[str]:
             yield f"{shown}: the seed must be a whole number, as {_RANDOM}:7."
         return
     if what not in _SIGNALS:
-        yield f"{shown}: {unknown_name_message('event', what, [*_SIGNALS, _RANDOM])} Example: kill:worker:1@120."
+        yield f"{shown}: {unknown_name_message('event', what, [*_SIGNALS, _RANDOM])}"
         return
     victim, _, when_and_length = rest.partition("@")
     when, plus, length = when_and_length.partition("+")
