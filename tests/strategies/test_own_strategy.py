@@ -73,6 +73,11 @@ def test_create_strategy_gives_it_its_traits():
     strategy = tfdist.create_strategy(TOY)
     assert strategy.traits is toy_strategy.make.traits and strategy.num_replicas_in_sync == 2
     assert tfdist.create_strategy(TOY + "_without_traits").traits == StrategyTraits()
+    for name in ("os:getcwd", "os:sep"):
+        with pytest.raises(
+            ConfigError, match=f"^strategy '{name}' must be a factory: a function of config, cluster, start_timeout"
+        ):
+            tfdist.create_strategy(name)
     with pytest.raises(ConfigError, match=r"among its bases\. Received: OneDeviceStrategy"):
         tfdist.create_strategy("tests.strategies.toy_strategy:make_nothing")
 

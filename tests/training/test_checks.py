@@ -198,6 +198,19 @@ def test_save_wants_a_keras_file(trainer, tmp_path):
         trainer.save(build(trainer), tmp_path / "model.h5")
 
 
+@pytest.mark.parametrize("path", [3, None, b"model.keras"])
+@pytest.mark.parametrize("method", ["save", "export"])
+def test_a_path_of_another_type_is_named(trainer, method, path):
+    with pytest.raises(ConfigError, match=rf"^path must be a str or a pathlib\.Path\. Received: {path!r}"):
+        getattr(trainer, method)(build(trainer), path)
+
+
+def test_a_compressor_of_another_type_is_rejected_at_once(trainer):
+    with pytest.raises(ConfigError, match=r"^compression must be a name, .* a compressor or None\. Received: int"):
+        trainer.compression = 3
+    assert trainer.compression is None
+
+
 class OwnApply(keras.optimizers.SGD):
     def apply_gradients(self, grads_and_vars):
         return super().apply_gradients(grads_and_vars)

@@ -33,6 +33,7 @@ from tfdist.cluster.resolvers import hosts
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, collect_errors, format_value, printable_lines
+from tfdist.launch import chaos
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.sizes import JOIN_SECONDS, Sizes
 from tfdist.runtime.log import logger, print_always
@@ -104,6 +105,13 @@ def _flags() -> flags.FlagValues:
     )
     join = "Seconds after a loss in which an elastic job starts again with as many workers, while restarts are left."
     flags.DEFINE_float("join_seconds", JOIN_SECONDS, join, **at_least)
+    flags.DEFINE_string(
+        "chaos",
+        "",
+        "Test of the job: the launcher kills, stops (for 10 s) or ends tasks of its own once they have trained so many steps, and reports "
+        "the outcome, as kill:worker:1@120, stop:worker:0@200+10s, term:worker:0@30s (SIGTERM, 30 s after the start); or random:SEED.",
+        flag_values=values,
+    )
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
@@ -116,20 +124,23 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
     """
     faults = list(_faults(values, command))
     limits: dict[str, Any] = {"grace_seconds": values.grace_seconds, "max_restarts": values.max_restarts}
-    if values["hosts"].present or values["hostfile"].present:
-        with collect_errors(faults):
-            arguments = {name: values[name].value for name in _OF_HOSTS}
-            local_tasks = hosts.local_tasks(**arguments)
-            if not faults:
-                _make_log_dir(values.log_dir)
-                return Launcher(command, local_tasks.cluster, values.log_dir, here=local_tasks.tasks, **limits)
-    elif not faults:
-        workers = cluster_lib.worker_range(values.workers, "--workers")
-        if workers.is_elastic:
-            limits["sizes"] = Sizes(*workers, values.replicas, values.join_seconds)
-        cluster = local_cluster(workers.most, values.ps)
-        _make_log_dir(values.log_dir)
-        return Launcher(command, cluster, values.log_dir, fresh_ports=True, **limits)
+    has_hosts = values["hosts"].present or values["hostfile"].present
+    if faults and not has_hosts:
+        raise ConfigError(faults)
+    with collect_errors(faults):
+        if has_hosts:
+            cluster, here = hosts.local_tasks(**{name: values[name].value for name in _OF_HOSTS})
+        else:
+            workers = cluster_lib.worker_range(values.workers, "--workers")
+            cluster, here = local_cluster(workers.most, values.ps), None
+            if workers.is_elastic:
+                limits["sizes"] = Sizes(*workers, values.replicas, values.join_seconds)
+        events = chaos.parse(values.chaos, cluster, here)
+        if not faults:
+            _make_log_dir(values.log_dir)
+            return Launcher(
+                command, cluster, values.log_dir, fresh_ports=not has_hosts, here=here, chaos=events, **limits
+            )
     raise ConfigError(faults)
 
 
@@ -137,7 +148,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     """Yields the errors in a command line, except in the list of hosts itself."""
     if not command:
         yield (
-            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] "
+            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--chaos=EVENTS] "
             "[--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. The command is missing."
         )
     elif not shutil.which(command[0]):

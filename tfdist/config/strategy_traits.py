@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping
 from typing import Literal
 
@@ -106,6 +107,9 @@ STRATEGIES: Mapping[str, StrategyTraits] = {
 }
 
 
+_FACTORY_ARGUMENTS = ("config", "cluster", "start_timeout", "grace_seconds")
+
+
 def find_traits(name: str) -> StrategyTraits:
     """Returns the traits of a strategy.
 
@@ -114,11 +118,21 @@ def find_traits(name: str) -> StrategyTraits:
             the defaults.
 
     Raises:
-        ConfigError: The strategy does not exist, or its module cannot be imported.
+        ConfigError: The strategy does not exist, its module cannot be imported, or it is no factory.
     """
     if name in STRATEGIES:
         return STRATEGIES[name]
-    traits = getattr(registry.resolve("strategy", name, {}), "traits", StrategyTraits())
+    factory = registry.resolve("strategy", name, {})
+    try:
+        inspect.signature(factory).bind(*_FACTORY_ARGUMENTS)
+    except ValueError:  # a function outside of Python may have no signature
+        pass
+    except TypeError as e:
+        raise ConfigError(
+            f"strategy {name!r} must be a factory: a function of {', '.join(_FACTORY_ARGUMENTS)}, which returns a strategy. "
+            f"Received: {format_value(factory)} ({e})."
+        ) from None
+    traits = getattr(factory, "traits", StrategyTraits())
     if not isinstance(traits, StrategyTraits):
         raise ConfigError(f"The traits of strategy {name!r} must be StrategyTraits. Received: {format_value(traits)}.")
     return traits

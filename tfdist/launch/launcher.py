@@ -11,6 +11,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import IO
 
 from tfdist.cluster import ClusterSpec, TaskSpec, local
+from tfdist.launch.chaos import Chaos
 from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import LauncherOutput
@@ -60,6 +61,7 @@ class Launcher:
             restarts its own tasks: the other launchers' tasks fail when they lose these, and all tasks wait for each other at the start.
         sizes: The number of workers of an elastic job, which continues with fewer workers after one was killed, and with more after
             a backup. Only for synchronous workers that all run on this machine. None means always as many as `cluster` has.
+        chaos: The events that happen to the tasks, as a test of the job. None means none.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -89,6 +91,7 @@ class Launcher:
         must_finish: bool = False,
         here: Sequence[TaskSpec] | None = None,
         sizes: Sizes | None = None,
+        chaos: Chaos | None = None,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
@@ -113,6 +116,7 @@ class Launcher:
         self._knows_backups = here is None or cluster.chief in here  # only the chief reports them
         self._saved: int | None = 0  # the step of the last backup; None if unknown
         self._last_preemption_step = -1
+        self._chaos = chaos or Chaos()
         self.restarts = RestartPolicy(max_restarts)
         self.failure: Failure | None = None
         self.lost_at: float | None = None
@@ -152,9 +156,13 @@ class Launcher:
                     alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
                     if alone and not (self._preempted or self._signals or self.failure):
                         self._output.say(_ALONE)
+                    self._chaos.report(self._exit_code(), self._progress, self._output)
             finally:
                 self._output.count_warnings()
                 self._output.close(lambda: len(self._signals))
+        return self._exit_code()
+
+    def _exit_code(self) -> int:
         if self._preempted:
             return process_end.PREEMPTED
         if self._signals:
@@ -207,7 +215,7 @@ class Launcher:
             for at, spec in [delayed for delayed in self._later if time.monotonic() >= delayed[0]]:
                 self._later.remove((at, spec))
                 self._start(spec)
-            for key, _ in self._selector.select(timeout=0.05):
+            for key, _ in self._selector.select(timeout=self._chaos.turn):
                 self._forward_output(key.data)
             self._refresh()
             self._grow()
@@ -263,6 +271,7 @@ class Launcher:
     def _refresh(self) -> None:
         if not self._signals:
             self._evaluator.look()
+        self._chaos.look(self._running, self._progress, self._output)
         later = self._specs if self._restart else [spec for _, spec in self._later]
         running = [*(task.spec for task in self._running), *self._evaluator.running]
         self._output.refresh(running, [*later, *self._evaluator.waiting], self._kill_at < float("inf"))

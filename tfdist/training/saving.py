@@ -8,7 +8,7 @@ from typing import Any
 
 import keras
 
-from tfdist.errors import ClusterError, ConfigError, describe_error
+from tfdist.errors import ClusterError, ConfigError, describe_error, format_value
 from tfdist.runtime import storage
 from tfdist.strategies import model_methods, saving
 from tfdist.training.loop_context import LoopContext
@@ -16,7 +16,7 @@ from tfdist.training.loop_context import LoopContext
 
 def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
     """Saves `model` as one `.keras` file. A collective: raises WriteError on a chief that could not write, and ClusterError on the other ranks."""
-    path = os.fspath(path)
+    path = _as_text(path)
     if not path.endswith(".keras"):
         raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
     _by_chief(context, path, lambda: _save(model, path, **kwargs))
@@ -24,13 +24,20 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
 
 def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
     """Exports `model` to the folder `path` for inference. A collective; raises the same errors as `save`."""
-    path = os.fspath(path)
+    path = _as_text(path)
 
     def write() -> None:
         with saving.beside(path) as partial:
             saving.outside_of_scopes(model_methods.keras_own("export"), model, partial, **kwargs)
 
     _by_chief(context, path, write)
+
+
+def _as_text(path: Any) -> str:
+    text = os.fspath(path) if isinstance(path, (str, os.PathLike)) else None
+    if not isinstance(text, str):
+        raise ConfigError(f"path must be a str or a pathlib.Path. Received: {format_value(path)}.")
+    return text
 
 
 def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> None:

@@ -135,8 +135,8 @@ class Trainer:
         return self._context.engine.compressor
 
     @compression.setter
-    def compression(self, compressor: Compressor | None) -> None:
-        self._context.engine.compressor = compressor
+    def compression(self, compressor: str | CompressionConfig | Compressor | None) -> None:
+        self._context.engine.compressor = compression_lib.create(compressor)
 
     @property
     def is_at_work(self) -> bool:
