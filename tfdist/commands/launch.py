@@ -93,6 +93,14 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
     flags.DEFINE_float("grace_seconds", 25.0, "Seconds from a signal to SIGKILL.", **at_least)
     flags.DEFINE_integer("max_restarts", 0, "Number of restarts after failures.", **at_least)
+    flags.DEFINE_integer(
+        "warm",
+        1,
+        "0: start each task as a new process, not by a fork of one that has imported TensorFlow.",
+        0,
+        1,
+        flag_values=values,
+    )
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
@@ -115,7 +123,7 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
     elif not faults:
         cluster = local_cluster(values.workers, values.ps)
         _make_log_dir(values.log_dir)
-        return Launcher(command, cluster, values.log_dir, fresh_ports=True, **limits)
+        return Launcher(command, cluster, values.log_dir, fresh_ports=True, warm=values.warm > 0, **limits)
     raise ConfigError(faults)
 
 
@@ -123,7 +131,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     """Yields the errors in a command line, except in the list of hosts itself."""
     if not command:
         yield (
-            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] "
+            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--warm=0] "
             "[--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. The command is missing."
         )
     elif not shutil.which(command[0]):

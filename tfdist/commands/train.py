@@ -325,6 +325,7 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path | str
         environ |= mirror.opened(workdir, "workdir", _is_log).for_tasks()
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
     limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
+    limits |= {"warm": config.cluster.warm > 0}
     code = Launcher(command, cluster, logs, environ, **limits).run()
     if code == 0:
         summary_table.print_summary(_read_json(os.path.join(workdir, "summary.json")) or {}, workdir)

@@ -20,6 +20,7 @@ class ClusterConfig:
         hosts: The training tasks' addresses instead, as `host1:2222,host2:2222`. `ps_hosts` has the parameter servers' addresses;
             `hostfile` names a file in place of `hosts`, with a line `host slots=2` for each host.
         task: This process's task, as `worker:1`; empty means the task of this host.
+        warm: 1 starts and restarts tasks on this machine's processors by a fork of a process that has imported TensorFlow; 0 starts each anew.
 
     Examples:
         >>> from tfdist.config import ClusterConfig
@@ -35,11 +36,12 @@ class ClusterConfig:
     ps_hosts: str = ""
     hostfile: str = ""
     task: str = ""
+    warm: int = 1
 
     def resolver_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `discovery.resolve`."""
         values = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
-        return {name: value for name, value in values.items() if name not in ("workers", "evaluator")}
+        return {name: value for name, value in values.items() if name not in ("workers", "evaluator", "warm")}
 
 
 FLAGS = {

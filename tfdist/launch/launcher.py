@@ -24,6 +24,7 @@ from tfdist.launch.process import (
     task_environ,
 )
 from tfdist.launch.restart_policy import RestartPolicy, why_final
+from tfdist.launch.warm import WarmSpare
 from tfdist.runtime import late_removal, process_end, progress
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.temporary import temporary_folder
@@ -57,6 +58,7 @@ class Launcher:
             (`progress.mark_finished`), as tasks of `tfdist train` do. During a `fit`, exit code 0 is always a failure.
         here: The tasks to start on this machine, if launchers on other machines start the others. None means all. Each launcher
             restarts its own tasks: the other launchers' tasks fail when they lose these, and all tasks wait for each other at the start.
+        warm: Whether to fork tasks from a process that has imported TensorFlow and Keras, where that is possible (`WarmSpare`).
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -85,6 +87,7 @@ class Launcher:
         fresh_ports: bool = False,
         must_finish: bool = False,
         here: Sequence[TaskSpec] | None = None,
+        warm: bool = False,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
@@ -107,6 +110,8 @@ class Launcher:
         self._saved: int | None = 0  # the step of the last backup; None if unknown
         self._last_preemption_step = -1
         self.restarts = RestartPolicy(max_restarts)
+        # Without restarts, one task starts no sooner.
+        self._uses_spare = warm and not self._prefixes and (max_restarts > 0 or len(self._specs) > 1)
         self.failure: Failure | None = None
         self.lost_at: float | None = None
 
@@ -125,6 +130,7 @@ class Launcher:
                 with (
                     temporary_folder(otherwise=self._log_dir) as self._progress,
                     Guardian(self._progress) as self._guardian,
+                    self._spare() as self._warm,
                     EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
                 ):
                     self._evaluator.is_over = not self._has_evaluator
@@ -163,6 +169,7 @@ class Launcher:
         self._output.attempt(self._progress, late_removal.begin, self._progress)
         self._restart = self._preempted = False
         self._kill_at = float("inf")
+        self._warm.wait(lambda: bool(self._signals))
         try:
             with selectors.DefaultSelector() as self._selector:
                 for spec in self._specs:
@@ -173,11 +180,16 @@ class Launcher:
                 task.close()
             self._tasks = []
 
+    def _spare(self) -> WarmSpare:
+        environ = task_environ(self._environ, self._cluster, self._specs[0], self._progress)
+        return WarmSpare(self._command if self._uses_spare else None, environ, self._guardian)
+
     def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
         command = [*self._prefixes.get(spec, ()), *self._command]
         environ = task_environ(self._environ, self._cluster, spec, self._progress)
         with self._guardian.starting():
-            task = TaskProcess(spec, command, environ, self._log_dir / f"{spec.name}.log", append or self._appends)
+            log, start = self._log_dir / f"{spec.name}.log", self._warm.start
+            task = TaskProcess(spec, command, environ, log, append or self._appends, start)
             self._guardian.watch(task.process.pid)
         return task
 
