@@ -419,7 +419,7 @@ FIELDS = """
 task task_options.filters task_options.dropout task_options.label_smoothing
 strategy.name strategy.devices strategy.replicas strategy.transport strategy.bucket_bytes strategy.gather_loss_bytes
 strategy.timeout_seconds strategy.placement
-cluster.workers cluster.ps cluster.evaluator cluster.source cluster.hosts cluster.ps_hosts cluster.hostfile cluster.task cluster.join_seconds
+cluster.workers cluster.ps cluster.evaluator cluster.source cluster.hosts cluster.ps_hosts cluster.hostfile cluster.task cluster.warm cluster.join_seconds
 global_batch_size per_replica_batch_size epochs steps_per_epoch validation_freq callbacks initial_weights seed deterministic
 optimizer.name compression.name learning_rate learning_rate_scaling
 schedule.name schedule.warmup_steps schedule.warmup_epochs schedule.decay_steps schedule.end schedule.power

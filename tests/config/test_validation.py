@@ -144,6 +144,7 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
         ({"cluster": ClusterConfig(ps=-1)}, "cluster.ps must be 0 to 10000. Received: -1."),
         ({"cluster": ClusterConfig(ps=1)}, "'one_device' has no parameter servers, but cluster.ps is 1"),
         ({"cluster": ClusterConfig(evaluator=2)}, "cluster.evaluator must be 0 or 1. Received: 2."),
+        ({"cluster": ClusterConfig(warm=2)}, "cluster.warm must be 0 or 1. Received: 2."),
         ({"cluster": ClusterConfig(evaluator=-1)}, "cluster.evaluator must be 0 or 1. Received: -1."),
         ({"cluster": ClusterConfig(evaluator=1), "backup": BackupConfig("never")}, "but backup.save_freq is 'never'"),
         ({"cluster": ClusterConfig(evaluator=1), "task": "synthetic"}, "task 'synthetic' has no method eval_data; add"),

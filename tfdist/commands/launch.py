@@ -101,6 +101,14 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_float("grace_seconds", 25.0, "Seconds from a signal to SIGKILL.", **at_least)
     flags.DEFINE_integer("max_restarts", 0, "Number of restarts after failures.", **at_least)
     flags.DEFINE_integer(
+        "warm",
+        1,
+        "0: start each task as a new process, not by a fork of one that has imported TensorFlow.",
+        0,
+        1,
+        flag_values=values,
+    )
+    flags.DEFINE_integer(
         "replicas", 0, "Number of replicas of all workers of an elastic job. Default: MAX.", **at_least
     )
     join = "Seconds after a loss in which an elastic job starts again with as many workers, while restarts are left."
@@ -133,6 +141,7 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
         else:
             workers = cluster_lib.worker_range(values.workers, "--workers")
             cluster, here = local_cluster(workers.most, values.ps), None
+            limits["warm"] = values.warm > 0
             if workers.is_elastic:
                 limits["sizes"] = Sizes(*workers, values.replicas, values.join_seconds)
         events = chaos.parse(values.chaos, cluster, here)
@@ -148,7 +157,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     """Yields the errors in a command line, except in the list of hosts itself."""
     if not command:
         yield (
-            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--chaos=EVENTS] "
+            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--warm=0] [--chaos=EVENTS] "
             "[--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. The command is missing."
         )
     elif not shutil.which(command[0]):

@@ -327,6 +327,7 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: pathlib.Path | str
         environ |= mirror.opened(workdir, "workdir", _is_log).for_tasks()
     limits: dict[str, Any] = {"grace_seconds": config.grace_seconds, "max_restarts": config.max_restarts}
     limits |= {"evaluator": config.cluster.evaluator > 0, "fresh_ports": True, "must_finish": True}
+    limits |= {"warm": config.cluster.warm > 0}
     if workers.is_elastic:
         limits["sizes"] = Sizes(*workers, config.strategy.replicas, config.cluster.join_seconds)
     code = Launcher(command, cluster, logs, environ, **limits).run()

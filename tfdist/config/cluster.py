@@ -58,6 +58,7 @@ class ClusterConfig:
         hosts: The training tasks' addresses instead, as `host1:2222,host2:2222`. `ps_hosts` has the parameter servers' addresses;
             `hostfile` names a file in place of `hosts`, with a line `host slots=2` for each host.
         task: This process's task, as `worker:1`; empty means the task of this host.
+        warm: 1 starts and restarts tasks on this machine's processors by a fork of a process that has imported TensorFlow; 0 starts each anew.
 
     Examples:
         >>> from tfdist.config import ClusterConfig
@@ -73,6 +74,7 @@ class ClusterConfig:
     ps_hosts: str = ""
     hostfile: str = ""
     task: str = ""
+    warm: int = 1
     join_seconds: float = 30.0
 
     @property
@@ -86,7 +88,7 @@ class ClusterConfig:
         return {name: value for name, value in values.items() if name not in _OF_LAUNCHER}
 
 
-_OF_LAUNCHER = ("workers", "evaluator", "join_seconds")
+_OF_LAUNCHER = ("workers", "evaluator", "join_seconds", "warm")
 FLAGS = {
     "hosts": "The training tasks' addresses, as host1:2222,host2:2222.",
     "ps_hosts": "The parameter servers' addresses; the first of `hosts` is then the chief.",

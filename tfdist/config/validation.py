@@ -307,8 +307,9 @@ def _elastic_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str
 
 def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
     number = config.cluster.evaluator
-    if number not in (0, 1):
-        yield f"cluster.evaluator must be 0 or 1. Received: {format_value(number)}."
+    for name in ("evaluator", "warm"):
+        if (value := getattr(config.cluster, name)) not in (0, 1):
+            yield f"cluster.{name} must be 0 or 1. Received: {format_value(value)}."
     if number < 1:
         return
     if config.backup.save_freq == "never":

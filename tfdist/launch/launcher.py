@@ -26,6 +26,7 @@ from tfdist.launch.process import (
 )
 from tfdist.launch.restart_policy import RestartPolicy, why_final
 from tfdist.launch.sizes import Sizes
+from tfdist.launch.warm import WarmSpare
 from tfdist.runtime import late_removal, process_end, progress
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.temporary import temporary_folder
@@ -62,6 +63,7 @@ class Launcher:
         sizes: The number of workers of an elastic job, which continues with fewer workers after one was killed, and with more after
             a backup. Only for synchronous workers that all run on this machine. None means always as many as `cluster` has.
         chaos: The events that happen to the tasks, as a test of the job. None means none.
+        warm: Whether to fork tasks from a process that has imported TensorFlow and Keras, where that is possible (`WarmSpare`).
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -92,6 +94,7 @@ class Launcher:
         here: Sequence[TaskSpec] | None = None,
         sizes: Sizes | None = None,
         chaos: Chaos | None = None,
+        warm: bool = False,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
@@ -118,6 +121,8 @@ class Launcher:
         self._last_preemption_step = -1
         self._chaos = chaos or Chaos()
         self.restarts = RestartPolicy(max_restarts)
+        # Without restarts, one task starts no sooner.
+        self._uses_spare = warm and not self._prefixes and (max_restarts > 0 or len(self._specs) > 1)
         self.failure: Failure | None = None
         self.lost_at: float | None = None
 
@@ -136,6 +141,7 @@ class Launcher:
                 with (
                     temporary_folder(otherwise=self._log_dir) as self._progress,
                     Guardian(self._progress) as self._guardian,
+                    self._spare() as self._warm,
                     EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
                 ):
                     self._evaluator.is_over = not self._has_evaluator
@@ -186,6 +192,7 @@ class Launcher:
         self._kill_at = float("inf")
         if self._sizes:
             self._sizes.started()
+        self._warm.wait(lambda: bool(self._signals))
         try:
             with selectors.DefaultSelector() as self._selector:
                 for spec in self._specs:
@@ -196,11 +203,16 @@ class Launcher:
                 task.close()
             self._tasks = []
 
+    def _spare(self) -> WarmSpare:
+        environ = task_environ(self._environ, self._cluster, self._specs[0], self._progress)
+        return WarmSpare(self._command if self._uses_spare else None, environ, self._guardian)
+
     def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
         command = [*self._prefixes.get(spec, ()), *self._command]
         environ = task_environ(self._environ, self._cluster, spec, self._progress)
         with self._guardian.starting():
-            task = TaskProcess(spec, command, environ, self._log_dir / f"{spec.name}.log", append or self._appends)
+            log, start = self._log_dir / f"{spec.name}.log", self._warm.start
+            task = TaskProcess(spec, command, environ, log, append or self._appends, start)
             self._guardian.watch(task.process.pid)
         return task
 

@@ -11,7 +11,7 @@ import re
 import signal
 import subprocess
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO
+from typing import IO, Any, Protocol
 
 import psutil
 
@@ -43,11 +43,51 @@ _ESCAPES = re.compile(
 _PROGRESS_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
 
 
+class Process(Protocol):
+    """The part of `subprocess.Popen` that the launcher uses."""
+
+    @property
+    def pid(self) -> int:
+        """The process id."""
+
+    @property
+    def returncode(self) -> Any:
+        """The exit code, or minus the number of the signal that ended the process; None while it runs."""
+
+    def poll(self) -> int | None:
+        """Returns `returncode`, after a look at the process."""
+
+    def wait(self) -> int | None:
+        """Waits for the end of the process, and returns `returncode`."""
+
+
+def spawn(command: Sequence[str], environ: Mapping[str, str], output: int) -> Process:
+    """Starts a command as the leader of a new session.
+
+    Args:
+        command: The command.
+        environ: Its environment.
+        output: The descriptor for its standard output and error.
+
+    Raises:
+        OSError: The command cannot be started.
+    """
+    return subprocess.Popen(
+        command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
+    )
+
+
 class TaskProcess:
     """A running task: its process, its pipe, its log, and the lines that are held back."""
 
     def __init__(
-        self, spec: TaskSpec, command: Sequence[str], environ: Mapping[str, str], log_path: pathlib.Path, append: bool
+        self,
+        spec: TaskSpec,
+        command: Sequence[str],
+        environ: Mapping[str, str],
+        log_path: pathlib.Path,
+        append: bool,
+        start: Callable[[Sequence[str], Mapping[str, str], int], Process] = spawn,
     ):
         self.spec = spec
         self.log_path = log_path
@@ -58,21 +98,17 @@ class TaskProcess:
             self.log = os.fdopen(open_own(log_path, how), "ab", buffering=0)
         except OSError as e:
             self.log_fault = e
+        pipe, output = os.pipe()
+        self.pipe = os.fdopen(pipe, "rb", buffering=0)
         try:
-            self.process = subprocess.Popen(
-                command,
-                env=environ,
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.STDOUT,
-                start_new_session=True,
-            )
+            self.process = start(command, environ, output)
         except OSError:
+            self.pipe.close()
             if self.log:
                 self.log.close()
             raise
-        assert self.process.stdout is not None  # noqa: S101 (for the type checker: it is a pipe)
-        self.pipe = self.process.stdout
+        finally:
+            os.close(output)
         os.set_blocking(self.pipe.fileno(), False)
         self.partial = b""
         self._in_tensorflow_log = False  # the previous line was one of TensorFlow's log

@@ -25,9 +25,9 @@ from tfdist.runtime.log import logger
 
 _OF_ALL_PROCESSES = "/tmp"  # not TMPDIR, which may differ
 _NEW = "tfdist-new-"  # prefix of folders that have no lock yet
-_folders: set[str] = set()  # the folders of this process, which a thread may still use when the process ends
+# The folders of this process and the process itself: a thread may still use a folder when its process ends.
+_folders: dict[str, int] = {}
 _warned: set[str] = set()
-_process = os.getpid()
 
 
 @contextlib.contextmanager
@@ -47,11 +47,11 @@ def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterato
             f"cannot make a temporary folder in {os.environ.get('TMPDIR') or '/tmp'}: {write_error_reason(e)}. Free the disk, or set TMPDIR "
             "to a folder on another one."
         ) from e
-    _folders.add(folder)
+    _folders[folder] = os.getpid()
     try:
         yield folder
     finally:
-        _folders.discard(folder)
+        _folders.pop(folder, None)
         _warned.discard(folder)
         shutil.rmtree(folder, ignore_errors=True)
         os.close(lock)
@@ -59,9 +59,8 @@ def temporary_folder(otherwise: str | os.PathLike[str] | None = None) -> Iterato
 
 @atexit.register
 def _remove_all() -> None:
-    if os.getpid() != _process:  # a forked child: the folders are its parent's
-        return
-    for folder in list(_folders):
+    # The folders of a forked child may be its parent's.
+    for folder in [folder for folder, process in _folders.items() if process == os.getpid()]:
         shutil.rmtree(folder, ignore_errors=True)
 
 

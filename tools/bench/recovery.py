@@ -3,7 +3,8 @@
 Overhead: step time of `fit` with a backup every few steps and without any, on an MLP of 10.5 million parameters with Adam (126 MB
 of state); means over the steps of a round, as a backup falls on few of them. Uploads: the same with a model of 0.4 million parameters
 (5 MB of state) and a backup every 500 steps in a local folder or at `s3://`, a server of moto on the same cores. Restart: from `kill -9` of one of two workers to the
-end of the first new step, and its parts, in seconds.
+end of the first new step, and its parts, in seconds; with `warm` the tasks are forked from a process that has imported TensorFlow.
+Memory: of that process, and of the tasks with it, forked and spawned.
 """
 
 from __future__ import annotations
@@ -43,11 +44,13 @@ CASES = [
     {"what": "overhead", "workers": 2, "save_freq": 10},
     {"what": "uploads", "workers": 2, "save_freq": 500},
     {"what": "restart", "workers": 2, "save_freq": 10},
+    {"what": "restart", "workers": 2, "save_freq": 10, "warm": True},
+    {"what": "memory", "workers": 2, "save_freq": 10},
 ]
 
 
 def run(case: dict[str, Any], rounds: int, names: Sequence[str] = ()) -> Record:
-    """Returns the samples of a case: in ms for the overhead, in seconds for the restart."""
+    """Returns the samples of a case: in ms for the overhead, in seconds for the restart, in MB for memory."""
     options = {**case, "steps": STEPS}
     if case["what"] == "overhead":
         found = run_cluster("tools.bench.recovery_program", {**options, "rounds": rounds}, case["workers"])
@@ -59,10 +62,18 @@ def run(case: dict[str, Any], rounds: int, names: Sequence[str] = ()) -> Record:
             found = run_cluster("tools.bench.recovery_program", options, case["workers"])
         samples = {name: [each * 1000 for each in found[name]] for name in ("folder", "s3")}
         return Record("recovery", case, "ms", samples, against("folder", samples))
-    each = [
-        run_cluster("tools.bench.recovery_program", {**options, "rounds": 1}, case["workers"], max_restarts=1)
-        for _ in range(rounds)
-    ]
+
+    def restart(warm: bool) -> dict[str, Any]:
+        given = {**options, "what": "restart", "rounds": 1}
+        return run_cluster("tools.bench.recovery_program", given, case["workers"], max_restarts=1, warm=warm)
+
+    if case["what"] == "memory":
+        both = [(restart(True), restart(False)) for _ in range(rounds)]
+        samples = {name: [forked["memory"][name] for forked, _ in both] for name in ("spare RSS", "spare PSS")}
+        samples["all, forked"] = [forked["memory"]["all PSS"] for forked, _ in both]
+        samples["all, spawned"] = [spawned["memory"]["all PSS"] for _, spawned in both]
+        return Record("recovery", case, "MB", samples)
+    each = [restart(case.get("warm", False)) for _ in range(rounds)]
     parts = {part: [found[end] - found[begin] for found in each] for part, (begin, end) in PARTS.items()}
     parts["all but imports, tracing"] = [
         whole - sum(parts[part][number] for part in UNAVOIDABLE) for number, whole in enumerate(parts["all"])

@@ -27,6 +27,7 @@ os.sched_setaffinity(0, {cores[RANK % len(cores)]})
 
 import keras  # noqa: E402
 import numpy as np  # noqa: E402
+import psutil  # noqa: E402
 
 from tfdist import data  # noqa: E402
 from tfdist.monitoring.throughput import Throughput  # noqa: E402
@@ -67,6 +68,18 @@ class Backup(tfdist.BackupAndRestore):
         MOMENTS["restored"] = time.time()
 
 
+def memory():
+    """Returns what this task, the other tasks and their spare hold, in MB."""
+    found = {"spare RSS": 0.0, "spare PSS": 0.0, "all PSS": 0.0}
+    for each in psutil.Process(os.getppid()).children():
+        words, held = each.cmdline(), each.memory_full_info()
+        if words and words[0] == "tfdist: warm spare":
+            found |= {"spare RSS": held.rss / 1e6, "spare PSS": held.pss / 1e6}
+        if "-SEc" not in words:  # the guardian
+            found["all PSS"] += held.pss / 1e6
+    return found
+
+
 def fit(backup):
     clock = Throughput(BATCH)
     # A Trainer keeps the last backup that it was given.
@@ -90,7 +103,7 @@ MOMENTS["built"] = time.time()
 
 if MODE == "restart":
     fit(Backup(FOLDER / "backup", SAVE_FREQ))
-    results = {**MOMENTS, "killed": float((FOLDER / "killed").read_text())}
+    results = {**MOMENTS, "killed": float((FOLDER / "killed").read_text()), "memory": memory()}
 else:
     results = {"folder": [], "s3": []} if MODE == "uploads" else {"none": [], "backups": []}
     if MODE == "uploads" and trainer.is_chief:
