@@ -16,6 +16,7 @@ from tfdist.cluster import TaskSpec
 from tfdist.launch import process, warm
 from tfdist.launch.guardian import Guardian
 from tfdist.runtime import progress
+from tfdist.runtime.tensorflow_log import is_tensorflow_log
 
 # Each part prints what a script may observe, and ends as the name says.
 SCRIPT = """
@@ -123,7 +124,9 @@ def run(folder, command, environ, start):
         os.set_blocking(task.pipe.fileno(), True)
         while chunk := task.pipe.read(1 << 16):
             output += chunk
-        return type(task.process).__name__, task.process.wait(), output.decode().replace(str(task.process.pid), "PID")
+        # TensorFlow's C++ log has times, and its first lines are of the import.
+        lines = [line for line in output.splitlines() if not is_tensorflow_log(line)]
+        return type(task.process).__name__, task.process.wait(), b"\n".join(lines).decode()
     finally:
         task.close()
 

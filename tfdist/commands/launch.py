@@ -183,7 +183,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
 def _elastic_faults(values: flags.FlagValues, workers: cluster_lib.WorkerRange) -> Iterator[str]:
     if not workers.is_elastic:
         if unsuited := [f"--{name}" for name in ("replicas", "join_seconds") if values[name].present]:
-            yield f"{', '.join(unsuited)}: only with an elastic number of workers, such as --workers=1:4."
+            yield f"{', '.join(unsuited)}: only for an elastic job; leave it out, or give a range, such as --workers=1:4."
     elif values.ps:
         yield (
             f"--workers={values.workers} is for synchronous workers. With --ps a lost worker starts again alone, and the others train on: "

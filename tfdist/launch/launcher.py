@@ -184,6 +184,7 @@ class Launcher:
 
     def _run_once(self) -> None:
         """Starts all tasks, and returns when all have ended."""
+        self._warm.wait(lambda: bool(self._signals))
         if self._signals:
             return
         self._output.attempt(self._progress, progress.clear, self._progress, self.restarts.total)
@@ -192,11 +193,12 @@ class Launcher:
         self._kill_at = float("inf")
         if self._sizes:
             self._sizes.started()
-        self._warm.wait(lambda: bool(self._signals))
         try:
             with selectors.DefaultSelector() as self._selector:
                 for spec in self._specs:
                     self._start(spec)
+                if not (self.restarts.limit or self._has_evaluator):  # no other task will start
+                    self._warm.close()
                 self._watch()
         finally:
             for task in self._tasks:

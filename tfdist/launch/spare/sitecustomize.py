@@ -31,7 +31,8 @@ def _serve(plan: str) -> None:
         command_line = file.read()
     _show(_TITLE, os.environb)
     gc.disable()  # a collection would take a second and free nothing
-    _import(modules, folder)
+    if not _import(modules, folder):
+        os._exit(1)
     gc.freeze()  # or each collection in a task copies the pages that it shares with the spare
     launcher.send(b"ready")
     while True:
@@ -102,12 +103,8 @@ def _show(command_line: bytes, environ: Mapping[bytes, bytes]) -> None:
     _shown.append(shown)
 
 
-def _import(modules: list[str], folder: str) -> None:
-    """Imports modules.
-
-    Raises:
-        RuntimeError: They have started threads, which a fork would lose, or the task would import other modules.
-    """
+def _import(modules: list[str], folder: str) -> bool:
+    """Imports modules. Returns False if they have started threads, which a fork would lose, or if a task would import other modules."""
     import importlib
     import importlib.util
 
@@ -119,12 +116,13 @@ def _import(modules: list[str], folder: str) -> None:
         importlib.import_module(name)
     context = sys.modules.get("tensorflow.python.eager.context")
     if len(os.listdir("/proc/self/task")) > threads or getattr(context, "_context", None):
-        raise RuntimeError("the imports have started threads")
+        return False
     for name in {entry.partition(".")[0] for entry in os.listdir(folder)} & set(sys.modules):
         spec = importlib.machinery.PathFinder.find_spec(name, [folder])
         ours = getattr(sys.modules[name], "__file__", None)
         if spec and spec.has_location and not (ours and os.path.samefile(str(spec.origin), ours)):
-            raise RuntimeError(f"{spec.origin} hides a module")
+            return False
+    return True
 
 
 if VARIABLE in os.environ:
