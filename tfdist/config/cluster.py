@@ -20,7 +20,7 @@ class ClusterConfig:
         hosts: The training tasks' addresses instead, as `host1:2222,host2:2222`. `ps_hosts` has the parameter servers' addresses;
             `hostfile` names a file in place of `hosts`, with a line `host slots=2` for each host.
         task: This process's task, as `worker:1`; empty means the task of this host.
-        warm: 1 starts and restarts tasks on this machine's processors by a fork of a process that has imported TensorFlow; 0 starts each anew.
+        warm: 1 starts and restarts tasks on this machine's processors by a fork of a process that has imported TensorFlow; 0 does not.
 
     Examples:
         >>> from tfdist.config import ClusterConfig
