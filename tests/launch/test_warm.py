@@ -124,8 +124,12 @@ def run(folder, command, environ, start):
         os.set_blocking(task.pipe.fileno(), True)
         while chunk := task.pipe.read(1 << 16):
             output += chunk
-        # TensorFlow's C++ log has times, and its first lines are of the import.
-        lines = [line for line in output.splitlines() if not is_tensorflow_log(line)]
+        # TensorFlow's C++ log has times, and its first lines are of the import; `faulthandler` lists all that is loaded.
+        lines = [
+            line
+            for line in output.splitlines()
+            if not is_tensorflow_log(line) and not line.startswith((b"Extension modules", b"Current thread 0x"))
+        ]
         return type(task.process).__name__, task.process.wait(), b"\n".join(lines).decode()
     finally:
         task.close()
@@ -219,13 +223,15 @@ await_file(f"there-{life}-{1 - TASK['index']}")
 
 def spare_of(launcher):
     """Returns the spare of a launcher."""
-    return next(each for each in psutil.Process(launcher).children() if each.cmdline()[:1] == ["tfdist: warm spare"])
+    return next(
+        each for each in psutil.Process(launcher).children() if " ".join(each.cmdline()) == "tfdist: warm spare"
+    )
 
 
 def test_restarts_fork_until_the_spare_is_killed(job):
     code = f"""{LIFE}
 if life == "1" and TASK["index"]:
-    next(each for each in psutil.Process(os.getppid()).children() if each.cmdline()[:1] == ["tfdist: warm spare"]).kill()
+    next(each for each in psutil.Process(os.getppid()).children() if " ".join(each.cmdline()) == "tfdist: warm spare").kill()
 if life != "2":
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)

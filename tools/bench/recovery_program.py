@@ -73,7 +73,7 @@ def memory():
     found = {"spare RSS": 0.0, "spare PSS": 0.0, "all PSS": 0.0}
     for each in psutil.Process(os.getppid()).children():
         words, held = each.cmdline(), each.memory_full_info()
-        if words and words[0] == "tfdist: warm spare":
+        if " ".join(words) == "tfdist: warm spare":
             found |= {"spare RSS": held.rss / 1e6, "spare PSS": held.pss / 1e6}
         if "-SEc" not in words:  # the guardian
             found["all PSS"] += held.pss / 1e6
