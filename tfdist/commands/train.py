@@ -38,7 +38,7 @@ from tfdist.config import flags as flags_lib
 from tfdist.config import train as config_lib
 from tfdist.errors import BackupError, ClusterError, ConfigError, DataError, collect_errors, format_value
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import late_removal, mirror, ownership, process_end, progress, storage, tensorflow_log
+from tfdist.runtime import late_removal, mirror, ownership, process_end, progress, stacks, storage, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -169,6 +169,7 @@ def _run_owned(
     if resolved is None and (config.cluster.workers > 1 or config.cluster.ps > 0 or config.cluster.evaluator > 0):
         return launch(config, argv, workdir, logs)
     process_end.limit_interrupts()
+    stacks.default_folder = os.path.abspath(logs / "logs")
     fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
     text = json.dumps({**config_lib.fixed(config), **fields}, default=str)
     task_versions.configuration = task_versions.checksum(text.encode())
