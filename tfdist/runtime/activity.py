@@ -75,6 +75,7 @@ class Activity:
     def begin(self, where: str, first: bool = False) -> None:
         """Notes that the main thread begins to wait."""
         self._first, self._traced, self.where = first, self.traces, where
+        self.steps += where == "step"
         self.since = self._clock()
 
     def end(self, counts: bool = True, counts_first: bool = False) -> None:

@@ -11,6 +11,7 @@ import faulthandler
 import json
 import os
 import pathlib
+import re
 import signal
 import socket
 import sys
@@ -18,7 +19,8 @@ import sysconfig
 import tempfile
 import threading
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import psutil
 
@@ -34,6 +36,9 @@ _PACKAGE = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.se
 _LIBRARY = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
 _GENERATED = "__autograph_generated_file"
+_INTERACTIVE = ("<stdin>", "<string>", "<ipython-input")
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _EVALUATION = (("trainer.py", "evaluate"), ("trainer.py", "predict"), ("loop.py", "evaluate"), ("loop.py", "predict"))
 _SAVING = tuple(
     f"{_PACKAGE}{path}" for path in (f"backup{os.sep}", f"training{os.sep}saving", f"strategies{os.sep}saving")
@@ -152,6 +157,12 @@ class Header:
             return self.is_here and abs(psutil.Process(self.pid).create_time() - self.started) < 2
         return False
 
+    def is_ours(self, path: pathlib.Path) -> bool:
+        """Returns whether the process belongs to the user who owns its file: another user could have written the number of any process."""
+        with contextlib.suppress(psutil.Error, OSError):
+            return psutil.Process(self.pid).uids().real == path.lstat().st_uid
+        return False
+
     def is_stopped(self) -> bool:
         """Returns whether the process is stopped, as by SIGSTOP."""
         with contextlib.suppress(psutil.Error):
@@ -176,91 +187,116 @@ def _catches(pid: int) -> bool:
     return False
 
 
-def place() -> str:
+class Frame(NamedTuple):
+    """A frame of a stack: its file, line and function."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        name = self.file
+        with contextlib.suppress(OSError, ValueError):
+            relative = os.path.relpath(name)
+            name = name if relative.startswith("..") or name.startswith("<") else relative
+        return f"{name}:{self.line} in {self.function}"
+
+    @property
+    def is_of_package(self) -> bool:
+        """Returns whether it is code of tfdist."""
+        return self.file.startswith(_PACKAGE)
+
+    @property
+    def is_installed(self) -> bool:
+        """Returns whether it is code of tfdist or of an installed library."""
+        return self.is_of_package or any(part in self.file for part in _INSTALLED)
+
+    @property
+    def is_users(self) -> bool:
+        """Returns whether it is the user's code: not tfdist, the standard library, or an installed library."""
+        if self.file.startswith("<"):
+            return self.file.startswith(_INTERACTIVE)
+        return not (self.is_installed or self.file.startswith(_LIBRARY) or _GENERATED in self.file)
+
+
+Stack = Sequence[Frame]  # from the innermost frame out
+
+
+def place(main: Stack | None = None, others: Sequence[Stack] | None = None) -> str:
     """Returns the line where the user's program is, as `script.py:42 in load_batch`; empty without a line of the user's.
 
     Prefers a thread in the user's code to one that waits in tfdist: the main thread, then one that a library has called (a
     data function), then another one whose innermost frame is the user's.
+
+    Args:
+        main: The stack of the main thread. None means this process's.
+        others: The stacks of the other threads. None means this process's, without the calling thread.
     """
-    main = threading.main_thread().ident
-    frames = {ident: [*_walk(frame)] for ident, frame in sys._current_frames().items()}
-    stack = frames.pop(main, []) if main is not None else []
-    frames.pop(threading.get_ident(), None)
-    if is_in_user_code(stack):
-        return _describe(stack)
-    return data_place(list(frames.values())) or _describe(stack)
+    main = main_stack() if main is None else main
+    if is_in_user_code(main):
+        return _users_line(main)
+    return data_place(others) or _users_line(main)
 
 
-def data_place(stacks: Sequence[Sequence[types.FrameType]] | None = None) -> str:
+def data_place(stacks: Sequence[Stack] | None = None) -> str:
     """Returns the line of the user's code that a thread other than the main one runs, such as a data function; or an empty text."""
     if stacks is None:
         skipped = (threading.main_thread().ident, threading.get_ident())
-        stacks = [[*_walk(frame)] for ident, frame in sys._current_frames().items() if ident not in skipped]
-    called = [stack for stack in stacks if is_in_user_code(stack) and any(map(_is_installed, _outside_user(stack)))]
-    own = [stack for stack in stacks if stack and _is_user(stack[0])]
-    return _describe((called or own or [[]])[0])
+        stacks = [_frames(frame) for ident, frame in sys._current_frames().items() if ident not in skipped]
+    called = [
+        stack for stack in stacks if is_in_user_code(stack) and any(frame.is_installed for frame in _around(stack))
+    ]
+    own = [stack for stack in stacks if stack and stack[0].is_users]
+    return _users_line([*called, *own, []][0])
 
 
-def main_stack() -> list[types.FrameType]:
-    """Returns the frames of the main thread, from the innermost out."""
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    return [*_walk(frame)] if frame else []
+def main_stack() -> Stack:
+    """Returns the stack of this process's main thread."""
+    return _frames(sys._current_frames().get(threading.main_thread().ident or 0))
 
 
 def activity() -> str:
     """Returns what the main thread does outside of steps: `"building"`, `"saving"`, `"evaluating"`, or `"user"` for anything else."""
     stack = main_stack()
-    names = [frame.f_code.co_filename for frame in stack]
+    names = [frame.file for frame in stack]
     if any(name.startswith(_SAVING) or any(part in name for part in _SAVING_LIBRARIES) for name in names):
         return "saving"
     if any(name.startswith(_BUILDING) or name.endswith(_TRACING) for name in names):
         return "building"
-    for frame in stack:
-        name = frame.f_code.co_filename
-        if (os.path.basename(name), frame.f_code.co_name) in _EVALUATION and not _is_user(frame):
-            return "evaluating"
+    if any((os.path.basename(frame.file), frame.function) in _EVALUATION and frame.is_installed for frame in stack):
+        return "evaluating"
     return "user"
 
 
-def is_in_user_code(stack: Sequence[types.FrameType]) -> bool:
-    """Returns whether a stack, innermost first, is in user code: no frame of tfdist lies further in."""
-    for frame in stack:
-        if _is_user(frame):
-            return True
-        if frame.f_code.co_filename.startswith(_PACKAGE):
-            return False
-    return False
+def is_in_user_code(stack: Stack) -> bool:
+    """Returns whether a stack is in the user's code: no frame of tfdist lies further in."""
+    frame = next((frame for frame in stack if frame.is_users or frame.is_of_package), None)
+    return frame is not None and frame.is_users
 
 
-def _outside_user(stack: Sequence[types.FrameType]) -> Sequence[types.FrameType]:
-    first = next((number for number, frame in enumerate(stack) if _is_user(frame)), len(stack))
+def parse(text: str) -> list[Stack]:
+    """Returns the stacks of a text that `faulthandler` has written; the main thread's is the last."""
+    stacks: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            stacks.append([])
+        elif stacks and (match := _FRAME.match(line)):
+            stacks[-1].append(Frame(match[1], int(match[2]), match[3]))
+    return list(stacks)
+
+
+def _around(stack: Stack) -> Stack:
+    first = next((number for number, frame in enumerate(stack) if frame.is_users), len(stack))
     return stack[first + 1 :]
 
 
-def _walk(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+def _frames(frame: types.FrameType | None) -> Stack:
+    frames = []
     while frame is not None:
-        yield frame
+        frames.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
         frame = frame.f_back
+    return frames
 
 
-def _is_installed(frame: types.FrameType) -> bool:
-    name = frame.f_code.co_filename
-    return name.startswith(_PACKAGE) or any(part in name for part in _INSTALLED)
-
-
-def _is_user(frame: types.FrameType) -> bool:
-    name = frame.f_code.co_filename
-    if name.startswith("<"):  # <frozen runpy>, or `python -c`
-        return frame.f_globals.get("__name__") == "__main__" and not name.startswith("<frozen")
-    return not (_is_installed(frame) or name.startswith(_LIBRARY) or _GENERATED in name)
-
-
-def _describe(stack: Sequence[types.FrameType]) -> str:
-    frame = next(filter(_is_user, stack), None)
-    if frame is None:
-        return ""
-    name = frame.f_code.co_filename
-    with contextlib.suppress(OSError, ValueError):
-        relative = os.path.relpath(name)
-        name = name if relative.startswith("..") or name.startswith("<") else relative
-    return f"{name}:{frame.f_lineno} in {frame.f_code.co_name}"
+def _users_line(stack: Stack) -> str:
+    return str(next((frame for frame in stack if frame.is_users), ""))
