@@ -75,7 +75,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
     [
         (
             ["trian", "--config=digits"],
-            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, new-task, presets, train.\n",
+            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, new-task, presets, stacks, train.\n",
         ),
         (["help", "trian"], "unknown command 'trian'; did you mean 'train'? "),
         (["presets", "digits"], "Usage: tfdist presets, without further words. Received: digits\n"),

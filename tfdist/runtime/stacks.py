@@ -17,14 +17,13 @@ import socket
 import sys
 import sysconfig
 import tempfile
-import threading
-import types
+import time
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import psutil
 
-from tfdist.runtime.files import open_own
+from tfdist.runtime.files import open_own, write_file
 
 FOLDER = "TFDIST_LOGS"  # the environment variable with the folder of the tasks' logs
 SUFFIX = ".stacks"
@@ -35,9 +34,12 @@ HEADING = "tfdist: the stacks of "  # the start of the line above stacks in a lo
 _PACKAGE = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
 _LIBRARY = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
-_GENERATED = "__autograph_generated_file"
+_GENERATED = "autograph_generated_file"
 _INTERACTIVE = ("<stdin>", "<string>", "<ipython-input")
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
+_CURRENT = re.compile(
+    r"^Current thread 0x.*\n(?:  .*\n)*(?!\Z)", re.MULTILINE
+)  # the calling thread, unless it is the main one
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _EVALUATION = (("trainer.py", "evaluate"), ("trainer.py", "predict"), ("loop.py", "evaluate"), ("loop.py", "predict"))
 _SAVING = tuple(
@@ -97,6 +99,13 @@ def answer_request() -> None:
         if request != _answered:
             _answered = request
             faulthandler.dump_traceback(file=_file, all_threads=True)
+
+
+def ask_all() -> None:
+    """Asks all tasks that share the log folder for their stacks, by a file; does nothing without a folder."""
+    if place := folder():
+        with contextlib.suppress(OSError):
+            write_file(pathlib.Path(place, REQUEST), f"{os.getpid()} {time.time()}\n".encode())
 
 
 def dump(reason: str) -> None:
@@ -241,8 +250,7 @@ def place(main: Stack | None = None, others: Sequence[Stack] | None = None) -> s
 def data_place(stacks: Sequence[Stack] | None = None) -> str:
     """Returns the line of the user's code that a thread other than the main one runs, such as a data function; or an empty text."""
     if stacks is None:
-        skipped = (threading.main_thread().ident, threading.get_ident())
-        stacks = [_frames(frame) for ident, frame in sys._current_frames().items() if ident not in skipped]
+        stacks = _own_stacks()[1]
     called = [
         stack for stack in stacks if is_in_user_code(stack) and any(frame.is_installed for frame in _around(stack))
     ]
@@ -252,7 +260,7 @@ def data_place(stacks: Sequence[Stack] | None = None) -> str:
 
 def main_stack() -> Stack:
     """Returns the stack of this process's main thread."""
-    return _frames(sys._current_frames().get(threading.main_thread().ident or 0))
+    return _own_stacks()[0]
 
 
 def activity() -> str:
@@ -290,12 +298,15 @@ def _around(stack: Stack) -> Stack:
     return stack[first + 1 :]
 
 
-def _frames(frame: types.FrameType | None) -> Stack:
-    frames = []
-    while frame is not None:
-        frames.append(Frame(frame.f_code.co_filename, frame.f_lineno or 0, frame.f_code.co_name))
-        frame = frame.f_back
-    return frames
+def _own_stacks() -> tuple[Stack, list[Stack]]:
+    """Returns the stack of this process's main thread, and those of the other threads without the calling one."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    current = [stack for stack in parse(_CURRENT.sub("", text)) if stack]
+    *others, main = current or [[]]
+    return main, others
 
 
 def _users_line(stack: Stack) -> str:

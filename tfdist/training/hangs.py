@@ -27,6 +27,7 @@ from tfdist.runtime.activity import main as activity
 from tfdist.runtime.log import logger
 
 REASON_PREFIX = "tfdist: "  # begins the reason with which this process aborts the collectives of all workers
+HANG = "for it in "  # a part of the reason if a task hangs
 _LOOK_EVERY = 1.0  # seconds
 _ANSWER_WITHIN = 3.0  # seconds in which a task's thread answers
 _LATE_ANSWER_WITHIN = 10.0  # seconds more for a task that answers the network: the machine may be overloaded
@@ -88,10 +89,17 @@ def judge(reports: Mapping[str, Report], asker: str, limit: float) -> dict[str, 
             continue
         elif report.phase == "user" and task != asker:
             named[task] = f"is{at}" if at else "is outside of a step"
-        elif report.phase == "data":
-            named[task] = f"waits for its data{at or ' in its input pipeline'}"
+        elif report.phase == "data" and at:
+            named[task] = f"waits for its data{at}"
         elif report.first:
             named[task] = f"is in its first step{at}"
+    if not named:  # a pipeline without Python code; TensorFlow's iterators also wait for the other tasks' data
+        named = {
+            task: "waits for data in its input pipeline"
+            for task, r in reports.items()
+            if r.phase == "data" and not r.first
+        }
+        named = named if len(named) < len(reports) or not patient else {}
     if named:
         return named
     stuck = {
@@ -127,6 +135,11 @@ class HangWatch:
         self._others = [other for other in cluster.training_tasks() if other != task]
         self._number, self._asked_at, self._asked_since = 0, 0.0, 0.0
         self._over = threading.Event()
+
+    @property
+    def is_late(self) -> bool:
+        """Returns whether this task has waited longer than the limit."""
+        return self._waits.waited() > self._waits.limit(self._fixed)
 
     def start(self) -> None:
         """Starts the thread."""
@@ -224,7 +237,7 @@ class HangWatch:
         what = "; ".join(f"{task} {text}" for task, text in named.items())
         limit = self._waits.limit(self._fixed)
         return (
-            f"{what}; {self._task} has waited {own.waited:.0f} s for it in {where}, longer than the limit of {limit:.0f} s "
+            f"{what}; {self._task} has waited {own.waited:.0f} s {HANG}{where}, longer than the limit of {limit:.0f} s "
             f"({self._waits.reason(self._fixed)}). {_REMEDY}"
         ), list(named)
 
@@ -273,6 +286,11 @@ def start_watch(cluster: ClusterSpec, task: TaskSpec, timeout_seconds: float | N
     if _watch is None:
         _watch = HangWatch(cluster, task, timeout_seconds)
         _watch.start()
+
+
+def is_late() -> bool:
+    """Returns whether this task has waited longer than the limit."""
+    return _watch is not None and _watch.is_late
 
 
 def _read_briefly(read: Callable[[], bool]) -> bool:
