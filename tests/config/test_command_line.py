@@ -127,7 +127,7 @@ def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
         assert f"    tfdist {name} " in shown
         assert command.main(["tfdist", name, "--help"]) == 0
         assert f"tfdist {name} " in (of_command := capsys.readouterr().out)
-        assert f"python -m {module if name in ('new-task', 'presets') else f'tfdist.{name}'}" in of_command
+        assert f"python -m {module if name in ('new-task', 'presets', 'stacks') else f'tfdist.{name}'}" in of_command
         assert command.main(["tfdist", "help", name]) == 0
         assert capsys.readouterr().out == of_command
     assert command.main(["tfdist", "help"]) == 0

@@ -5,7 +5,7 @@
 WORKDIR is the work directory of `tfdist train`, or the folder of the logs of `tfdist launch`. The tasks of this host get a signal (SIGUSR2),
 and those of other hosts find a request in the folder, if they share it. The tasks continue. Run it as the user who runs the job.
 
-`python -m tfdist stacks` is the same command.
+`python -m tfdist.commands.stacks` is the same command.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import contextlib
 import dataclasses
 import os
 import pathlib
+import sys
 import time
 from collections.abc import Sequence
 
@@ -21,7 +22,7 @@ from absl import flags
 
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, format_value, printable_lines
-from tfdist.runtime import files, flight_record, stacks
+from tfdist.runtime import files, flight_record, process_end, stacks
 from tfdist.runtime.log import logger, print_always
 
 _ANSWER_WITHIN = 3.0  # seconds; tasks of other hosts look each second
@@ -214,3 +215,7 @@ def _line(record: flight_record.Record, now: float) -> str:
     seconds = (record.ended or now) - record.begun
     size = f"{record.size:,} bytes"
     return f"  {record.number:>8}  {record.kind:<31}  {size:>18}  {record.state:<7}  {1000 * seconds:10.1f} ms  {now - record.begun:8.1f} s ago"
+
+
+if __name__ == "__main__":
+    sys.exit(process_end.run_command(main, sys.argv))
