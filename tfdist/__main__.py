@@ -22,6 +22,7 @@ COMMANDS = {
     ),
     "cluster": ("tfdist.commands.cluster", "show or check the cluster of this process, emit jobs for schedulers"),
     "backup": ("tfdist.commands.backup", "show the backups of a run, export a model from a backup"),
+    "stacks": ("tfdist.commands.stacks", "show where the tasks of a running job are, and who is behind"),
     "doctor": ("tfdist.commands.doctor", "check this machine and environment, and say what to fix"),
     "new-task": ("tfdist.commands.new_task", "write the first files of your own task"),
 }

@@ -59,6 +59,7 @@ class Strategy(Protocol):
         cluster: The cluster of `parameter_server`, for which this process is the chief; else None.
         cluster_task: The cluster and this process's task in it, if the replicas are in several processes; else None.
         bucket_bytes: The size of the buckets in which gradients are summed; 0 means one bucket.
+        timeout_seconds: The limit of a wait within a step; 0 means no limit, None that it is deduced (see `StrategyConfig`).
         batches_are_parts: Whether a batch of a worker's own dataset is this worker's part of the global batch; else it has the global size.
         gather_loss_bytes: The maximum bytes per example that replicas gather for a loss or metric of the whole batch.
         transport: The name of the transport of gradients; empty if all replicas are in one process.
@@ -81,6 +82,7 @@ class Strategy(Protocol):
     cluster: ClusterSpec | None
     cluster_task: ClusterTask | None
     bucket_bytes: int
+    timeout_seconds: float | None
     batches_are_parts: bool
     gather_loss_bytes: int
     transport: str

@@ -61,6 +61,7 @@ WORDS = [
     ["backup", "show", "docs"],
     ["backup", "export", "docs", "unused.keras"],
     ["doctor"],
+    ["stacks", "unused"],
     ["new-task", "unused"],
 ]
 

@@ -18,6 +18,7 @@ PRINTING = {
 PRINTING |= {
     "__main__.py",
     "commands/doctor.py",
+    "commands/stacks.py",
     "commands/backup.py",
     "commands/new_task.py",
     "commands/presets.py",

@@ -75,7 +75,7 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
     [
         (
             ["trian", "--config=digits"],
-            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, new-task, presets, train.\n",
+            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, new-task, presets, stacks, train.\n",
         ),
         (["help", "trian"], "unknown command 'trian'; did you mean 'train'? "),
         (["presets", "digits"], "Usage: tfdist presets, without further words. Received: digits\n"),
@@ -127,7 +127,7 @@ def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
         assert f"    tfdist {name} " in shown
         assert command.main(["tfdist", name, "--help"]) == 0
         assert f"tfdist {name} " in (of_command := capsys.readouterr().out)
-        assert f"python -m {module if name in ('new-task', 'presets') else f'tfdist.{name}'}" in of_command
+        assert f"python -m {module if name in ('new-task', 'presets', 'stacks') else f'tfdist.{name}'}" in of_command
         assert command.main(["tfdist", "help", name]) == 0
         assert capsys.readouterr().out == of_command
     assert command.main(["tfdist", "help"]) == 0

@@ -12,6 +12,7 @@ from typing import Any, TypeVar
 
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
+from tfdist.runtime.activity import main as activity
 
 Result = TypeVar("Result")
 
@@ -22,7 +23,7 @@ class Calls:
     If the thread hangs in a library, it keeps its arguments alive, but it does not prevent the process from exiting.
 
     Args:
-        timeout_seconds: How long a call may take; 0 means without limit.
+        timeout_seconds: How long a call may take, in a process whose waits are not watched; 0 means without limit.
     """
 
     def __init__(self, timeout_seconds: float = 0.0):
@@ -56,7 +57,7 @@ class Calls:
                     raise ClusterError(sentence)
                 self._current = future
             self._queue.put((function, future))
-            limit = timeout_seconds or self._timeout_seconds
+            limit = timeout_seconds or (0.0 if activity.watched else self._timeout_seconds)
             try:
                 return future.result(limit or None)
             except concurrent.futures.TimeoutError:

@@ -14,6 +14,7 @@ from tfdist.collectives.tree import fold
 from tfdist.compat import tf_cluster, tf_internals
 from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
+from tfdist.runtime.activity import main as activity
 
 Result = TypeVar("Result")
 _PIECES = 8  # maximum number of pieces (of about 4 MB) of a rank's part of a sum: a rank adds one piece while it receives the next
@@ -287,13 +288,15 @@ class CrossProcessCommunicator(Communicator):
         if collective is tf_cluster.all_gather and tensor.dtype == tf.bfloat16:
             return tf.bitcast(self._launch(collective, tf.bitcast(tensor, tf.float16), key, **how), tf.bfloat16)
         options = tf_cluster.options(self._launcher)
+        if not tf.executing_eagerly():
+            activity.traced(_byte_count(tensor) if tensor.shape.is_fully_defined() else 0)
         with tf.device(tf_cluster.device(self._launcher)):
             return collective(
                 tensor,
                 *tf_cluster.group(self._launcher),
                 tf_cluster.next_key(self._launcher) + key,
                 communication_hint=options.implementation.value,
-                timeout=options.timeout_seconds or 0,
+                timeout=0 if activity.watched else options.timeout_seconds or 0,
                 ordering_token=self._token(),
                 **how,
             )

@@ -15,6 +15,8 @@ import time
 import weakref
 from collections.abc import Mapping
 
+from tfdist.runtime.activity import main as activity
+
 _MESSAGE = struct.Struct("<II")  # the point's number and the call's signature; or one of these two kinds and a rank:
 _CLOSED = 0xFFFFFFFF  # the sender closes without an error
 _LOST = 0xFFFFFFFE  # the sender gives up because of this rank
@@ -28,7 +30,7 @@ class PeerLinks:
     Args:
         rank: This process's rank.
         sockets: A connected socket of type SOCK_SEQPACKET for each other rank.
-        timeout_seconds: Limit of each wait; 0 means no limit.
+        timeout_seconds: Limit of each wait, in a process whose waits are not watched; 0 means no limit.
     """
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_seconds: float = 0):
@@ -68,7 +70,8 @@ class PeerLinks:
             TimeoutError: A rank has not reached the point in time.
             RuntimeError: A rank made a different call.
         """
-        limit = time.monotonic() + self._timeout_seconds if self._timeout_seconds else None
+        bounded = self._timeout_seconds and not activity.watched
+        limit = time.monotonic() + self._timeout_seconds if bounded else None
         while missing := [peer for peer, arrived in self._arrived.items() if not arrived]:
             self.check()
             if gone := self._closed_peers.intersection(missing):

@@ -8,6 +8,9 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.runtime import flight_record
+from tfdist.runtime.activity import main as activity
+
 _PIECE = 256  # bytes: a text is padded to a multiple, because TensorFlow traces a function for each length
 _LONGEST_MESSAGE = (
     1 << 24
@@ -46,7 +49,8 @@ class Ranks:
             return np.array([numbers], np.float64)
         row = np.zeros((self.size, len(numbers)), np.float64)
         row[self.rank] = numbers
-        return self._reduce(row).numpy()
+        with flight_record.ring.recording("gather", row.nbytes), activity.exchange():
+            return self._reduce(row).numpy()
 
     def broadcast_scalar(self, value: float) -> float:
         """Returns the chief's number."""
@@ -79,7 +83,13 @@ class Ranks:
 
     def broadcast(self, value: tf.Tensor) -> tf.Tensor:
         """Returns the chief's value."""
-        return value if self.size == 1 else self._reduce(value if self.is_chief else tf.zeros_like(value))
+        if self.size == 1:
+            return value
+        with (
+            flight_record.ring.recording("broadcast", value.shape.num_elements() * value.dtype.size),
+            activity.exchange(),
+        ):
+            return self._reduce(value if self.is_chief else tf.zeros_like(value))
 
     def send(self, source: int, content: Sequence[np.ndarray], target: int | None = None) -> np.ndarray | None:
         """Sends bytes from one rank to another, or to all others.
@@ -104,7 +114,9 @@ class Ranks:
             padded = np.zeros(max(1 << (length - 1).bit_length(), _PIECE), np.uint8)
             if self.rank == source:
                 padded[:length] = next(messages)
-            result = self._reduce(padded.view(np.int64))  # collectives have no uint8, and GPUs keep int32 on the host
+            with flight_record.ring.recording("send", length), activity.exchange():
+                # Collectives have no uint8, and GPUs keep int32 on the host.
+                result = self._reduce(padded.view(np.int64))
             if receives:
                 received[start : start + length] = result.numpy().view(np.uint8)[:length]
         return received if receives else None

@@ -40,7 +40,7 @@ from tfdist.config.cluster import worker_range
 from tfdist.errors import BackupError, ClusterError, ConfigError, DataError, collect_errors, format_value
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.sizes import Sizes
-from tfdist.runtime import late_removal, mirror, ownership, process_end, progress, storage, tensorflow_log
+from tfdist.runtime import late_removal, mirror, ownership, process_end, progress, stacks, storage, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
 from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
@@ -170,6 +170,7 @@ def _run_owned(
     if resolved is None and config.cluster.starts_tasks:
         return launch(config, argv, workdir, logs)
     process_end.limit_interrupts()
+    stacks.default_folder = os.path.abspath(logs / "logs")
     fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
     text = json.dumps({**config_lib.fixed(config), **fields}, default=str)
     task_versions.configuration = task_versions.checksum(text.encode())

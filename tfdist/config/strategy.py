@@ -52,7 +52,9 @@ class StrategyConfig:
             excludes the 60 MB that a language model predicts for a sentence. An unknown dimension counts as 1.
         placement: The server of `parameter_server` that gets the next variable: `"round_robin"`, the next server, or
             `"by_bytes"`, the server with the fewest bytes.
-        timeout_seconds: End a collective that takes longer than this many seconds with an error; 0 means no limit.
+        timeout_seconds: Limit of the wait for other tasks within a step. At the limit the task that the others wait for is named, with its line,
+            and the job ends or restarts as after a loss. None: 5 times the longest step, at least 60 s. 0 means no limit. A first
+            execution, which may compile, has 10 times the limit.
 
     Examples:
         >>> import tfdist
@@ -66,7 +68,7 @@ class StrategyConfig:
     transport: str = "auto"
     bucket_bytes: int = 4_000_000
     gather_loss_bytes: int = 1_000_000
-    timeout_seconds: float = 0.0
+    timeout_seconds: float | None = None
     placement: str = "round_robin"
 
     def __post_init__(self) -> None:
@@ -141,7 +143,8 @@ class StrategyConfig:
         if self.placement not in PLACEMENTS:
             yield unknown_name_message("strategy.placement", self.placement, PLACEMENTS)
         for name, most in {"bucket_bytes": 2**40, "gather_loss_bytes": 2**40, "timeout_seconds": MOST_SECONDS}.items():
-            yield from Range(0, most, off=True).faults(f"strategy.{name}", getattr(self, name))
+            if getattr(self, name) is not None:
+                yield from Range(0, most, off=True).faults(f"strategy.{name}", getattr(self, name))
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {truncate(self.devices)}."
         elif self.devices and not self.virtual_cpus and devices != "own":

@@ -179,6 +179,10 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
         value, expected = getattr(config, field.name), hints[field.name]
         if typing.get_origin(expected) is dict:
             expected = dict
+        if typing.get_origin(expected) in (typing.Union, types.UnionType) and type(None) in typing.get_args(expected):
+            if value is None:
+                continue
+            expected = next(kind for kind in typing.get_args(expected) if kind is not type(None))
         where = f"{path}.{field.name}"
         number = isinstance(value, int) and not isinstance(value, bool)
         if expected is float and number and abs(value) <= sys.float_info.max:

@@ -211,7 +211,7 @@ class Launcher:
 
     def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
         command = [*self._prefixes.get(spec, ()), *self._command]
-        environ = task_environ(self._environ, self._cluster, spec, self._progress)
+        environ = task_environ(self._environ, self._cluster, spec, self._progress, self._log_dir)
         with self._guardian.starting():
             log, start = self._log_dir / f"{spec.name}.log", self._warm.start
             task = TaskProcess(spec, command, environ, log, append or self._appends, start)

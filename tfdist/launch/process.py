@@ -16,11 +16,12 @@ from typing import IO, Any, Protocol
 import psutil
 
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.runtime import progress, tensorflow_log
+from tfdist.runtime import flight_record, progress, stacks, tensorflow_log
 from tfdist.runtime.files import open_own
 from tfdist.runtime.tensorflow_log import CXX_LINE, is_tensorflow_log
 
 _TAIL_LINES = 20
+_LOGS = (".log", stacks.SUFFIX, flight_record.SUFFIX)
 _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 16  # bytes per read: the size of a pipe
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
@@ -30,6 +31,10 @@ _DETAIL = re.compile(
     rb"\s|Arguments received by |Detected at node |<stack traces unavailable>|Node: |\d+ root error|.*:$"
 )
 _REASON_LENGTH = 200
+_STACKS = stacks.HEADING.encode()
+_STACK_LINE = re.compile(
+    rb"(?:Current thread|Thread) 0x[0-9a-f]+|  File \"|  \.\.\.$|  <"
+)  # the lines that faulthandler writes
 # The message of `training.lost_workers`.
 _BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained with it")
 _COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
@@ -112,6 +117,7 @@ class TaskProcess:
         os.set_blocking(self.pipe.fileno(), False)
         self.partial = b""
         self._in_tensorflow_log = False  # the previous line was one of TensorFlow's log
+        self._in_stacks = False  # the previous line was one of the stacks of all threads, which only the log shows
         self.held: list[bytes] = []
         self.held_since = 0.0
         self.tail: list[bytes] = []
@@ -142,7 +148,8 @@ class TaskProcess:
         shown = []
         for line in filter(bytes.strip, map(to_plain, lines)):
             self._in_tensorflow_log = is_tensorflow_log(line, self._in_tensorflow_log)
-            if not self._in_tensorflow_log:
+            self._in_stacks = line.startswith(_STACKS) or (self._in_stacks and bool(_STACK_LINE.match(line)))
+            if not self._in_tensorflow_log and not self._in_stacks:
                 shown.append(line)
         self.tail = (self.tail + shown)[-_TAIL_LINES:]
         return shown
@@ -185,7 +192,9 @@ class TaskProcess:
             self.log.close()
 
 
-def task_environ(environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpec, folder: str) -> dict[str, str]:
+def task_environ(
+    environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpec, folder: str, log_dir: str | os.PathLike[str]
+) -> dict[str, str]:
     """Returns the environment of a task.
 
     Args:
@@ -193,9 +202,11 @@ def task_environ(environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpe
         cluster: The cluster.
         task: The task.
         folder: The folder in which the task writes its progress.
+        log_dir: The folder of the tasks' logs, in which it writes its stacks and collectives.
     """
     variables = {tensorflow_log.LEVEL: tensorflow_log.ERRORS_ONLY, **environ}
     variables |= {"TF_CONFIG": cluster.to_tf_config(task), "PYTHONUNBUFFERED": "1", progress.FOLDER: folder}
+    variables[stacks.FOLDER] = os.path.abspath(log_dir)
     variables[progress.LAUNCHED] = str(psutil.Process().create_time())
     # The cluster's tasks reserve all memory of the GPUs, so the evaluator gets none.
     return variables if task.type != "evaluator" else {**variables, "CUDA_VISIBLE_DEVICES": ""}
@@ -316,9 +327,9 @@ def set_logs_aside(folder: pathlib.Path, tasks: Sequence[TaskSpec] | None = None
         folder: The folder.
         tasks: The tasks whose logs move; None means all. Logs of other tasks may belong to other hosts.
     """
-    names = None if tasks is None else {f"{task.name}.log" for task in tasks}
-    for log in folder.glob("*.log"):
-        if names is not None and log.name not in names:
+    names = None if tasks is None else {task.name for task in tasks}
+    for log in [*folder.glob("*")]:
+        if log.suffix not in _LOGS or (names is not None and log.stem not in names):
             continue
         (folder / "before").mkdir(exist_ok=True)
         log.replace(folder / "before" / log.name)

@@ -25,6 +25,7 @@ from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFl
 from tfdist.parameter_server.worker_dataset import PipelinesIterator
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
+from tfdist.runtime.activity import main as activity
 
 # Results of several steps are read together. The maximum number of ended steps with unread results: per worker, and its minimum in total.
 _UNREAD, _UNREAD_LEAST = 4, 10
@@ -52,6 +53,7 @@ class Execution:
         self._unread_limit = max(_UNREAD * scheduler.workers, _UNREAD_LEAST)
         self._worker_step: WorkerStep | None = None
         self._logs: dict[str, Any] = {}
+        self._has_data = False  # whether the chief has read a batch
         self._reset()
 
     def _reset(self) -> None:
@@ -125,7 +127,12 @@ class Execution:
             run = iterator.next
         else:
             began = time.perf_counter()
-            data = batch_splitting.without_optionals(next(iterator))
+            activity.begin("data", first=not self._has_data)
+            try:
+                data = batch_splitting.without_optionals(next(iterator))
+            finally:
+                activity.end(counts_first=True)  # each epoch may begin with such a wait
+            self._has_data = True
             self.measured.add("perf/input_wait_ms", (time.perf_counter() - began) * 1000)
             run = functools.partial(_run_on, data)
             spec = data if spec is None else spec
@@ -145,7 +152,7 @@ class Execution:
 
         self._steps_since_drain += 1
         self._scheduled[attempt_id] = traced, row, function
-        self._flight.add(function)
+        self._flight.add(function, id(traced))
         self.measured.add("ps/steps_in_flight", self._flight.count)
 
     def _count_overlap(self, before: int) -> None:

@@ -22,6 +22,8 @@ from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
 from tfdist.parameter_server.watch import Watch
+from tfdist.runtime import stacks
+from tfdist.runtime.activity import Activity
 from tfdist.runtime.log import logger
 
 # Limit of functions in flight per worker: enough that a worker never waits for the chief.
@@ -50,12 +52,15 @@ class Scheduler:
     def __init__(self, strategy: ParameterServerStrategy):
         self._cluster = tf_cluster.coordinator_cluster(strategy)
         self._spec = strategy.cluster
-        self._watch = Watch(strategy.cluster, strategy.start_timeout)
+        self._watch = Watch(strategy.cluster, strategy.start_timeout, strategy.timeout_seconds)
+        self._timeout_seconds = strategy.timeout_seconds
         self.workers = len(self._spec.jobs["worker"])
         self.retried_steps = 0
         self._lock = threading.Lock()
         self._lost: set[int] = set()
         self._since: dict[int, float] = {}  # when each busy worker began its function
+        self._waits = {worker: Activity() for worker in range(self.workers)}  # the worker's functions
+        self._known: set[tuple[int, Any]] = set()  # workers and the kinds of functions that they have run
         self._said = 0.0
 
     @property
@@ -63,10 +68,12 @@ class Scheduler:
         """True if a server was given up because it did not answer."""
         return bool(self._watch.lost_servers)
 
-    def start(self, function: Callable[[int], Structure], results: queue.SimpleQueue[Any], key: Any) -> None:
+    def start(
+        self, function: Callable[[int], Structure], results: queue.SimpleQueue[Any], key: Any, kind: Any = None
+    ) -> None:
         """Runs `function(worker)` in a thread of the chief; the thread's TensorFlow operations run on the worker of that number.
 
-        Puts `(key, result, error, number of tries)` into `results`, once.
+        Puts `(key, result, error, number of tries)` into `results`, once. A worker's first function of a `kind` may compile.
         """
         tries = 0
 
@@ -75,9 +82,12 @@ class Scheduler:
             worker = int(tf.DeviceSpec.from_string(tf_cluster.current_device()).task)
             tries += 1
             self._since[worker] = time.monotonic()
+            self._waits[worker].begin("step", first=(worker, kind) not in self._known)
             result, error = None, None
             try:
                 result = function(worker)
+                self._waits[worker].end()
+                self._known.add((worker, kind))
             except Exception as e:
                 if _is_cluster_error(e):
                     if tf_cluster.is_worker_failure(e):
@@ -87,6 +97,7 @@ class Scheduler:
                 # functions, and their results would be lost.
                 error = _deduplicate_message(e)
             finally:
+                self._waits[worker].end(counts=False)
                 del self._since[worker]
             self._mark_recovered(worker)
             results.put((key, result, error, tries))
@@ -103,6 +114,7 @@ class Scheduler:
             except queue.Empty:
                 if self.has_lost_servers:
                     raise self._server_lost(self._watch.lost_servers) from None
+                self._end_long_step()
                 if time.monotonic() - looked > _CHECK_AFTER:
                     self._look(time.monotonic() - begun)
                     looked = time.monotonic()
@@ -160,6 +172,22 @@ class Scheduler:
         if time.monotonic() > self._said + _REPORT_EVERY:
             self._said = time.monotonic()
             logger.warning(f"waiting for {reachability.format_tasks(self._spec, absent)}")
+
+    def _end_long_step(self) -> None:
+        """Raises ClusterError if a worker that answers has run its step for longer than the limit."""
+        longest = max(waits.longest for waits in self._waits.values())
+        for worker, waits in self._waits.items():
+            waits.longest = longest  # one limit for all
+            seconds, limit = waits.waited(), waits.limit(self._timeout_seconds)
+            if seconds <= limit or TaskSpec("worker", worker) in self._watch.silent:
+                continue
+            stacks.dump(f"worker:{worker} has run a step for {seconds:.0f} s")
+            stacks.ask_all()
+            self._watch.hung.add(TaskSpec("worker", worker))
+            raise ClusterError(
+                f"worker:{worker} has run step {waits.steps} for {seconds:.0f} s, longer than the limit of {limit:.0f} s "
+                f"({waits.reason(self._timeout_seconds)}); see its log. Start the training again, to resume from its last backup."
+            )
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:
         names = ", ".join(map(str, servers))
@@ -228,8 +256,8 @@ class InFlight:
         """The number of functions that have no result yet."""
         return self._scheduled - self._arrived
 
-    def add(self, function: Callable[[int], Structure]) -> None:
-        """Schedules a function, once there is room."""
+    def add(self, function: Callable[[int], Structure], kind: Any = None) -> None:
+        """Schedules a function, once there is room; `kind` as for `Scheduler.start`."""
         workers = self._scheduler.workers
         # The second limit counts results that arrived before their turn: the other workers may run ahead of a late one only
         # so far, because the chief must keep their results in memory.
@@ -238,7 +266,7 @@ class InFlight:
             or self._scheduled - self._committed >= (MAX_IN_FLIGHT + MAX_REORDERED) * workers
         ):
             self._take()
-        self._scheduler.start(function, self._results, self._scheduled)
+        self._scheduler.start(function, self._results, self._scheduled, kind)
         self._scheduled += 1
         while not self._results.empty():
             self._take()

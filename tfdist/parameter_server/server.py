@@ -17,7 +17,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability
-from tfdist.runtime import process_end
+from tfdist.runtime import process_end, stacks
 from tfdist.runtime.log import logger
 from tfdist.runtime.process_end import GRACE_SECONDS, Preemption
 
@@ -51,6 +51,7 @@ def serve(
     Raises:
         ClusterError: The port is taken, or the chief does not start within `start_timeout`.
     """
+    stacks.listen(task.name)
     signal.signal(signal.SIGINT, lambda *_: process_end.end(128 + signal.SIGINT, flush=False))
     options = tf.compat.v1.ConfigProto()
     # A thread blocks for each peer; with fewer threads than peers, two tasks could block each other.
@@ -74,6 +75,7 @@ def serve(
             if task.type == "ps":
                 announce_preemption(cluster, task)
         time.sleep(_POLL_SECONDS_IF_PREEMPTED if notified else _POLL_SECONDS)
+        stacks.answer_request()
         reason = reachability.unreachable_reason(cluster.address(cluster.chief))
         misses = misses + 1 if reason in reachability.ENDED else 0
         silent.note({cluster.chief} if reason and not misses else ())

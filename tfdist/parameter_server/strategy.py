@@ -158,5 +158,6 @@ def parameter_server(
         preflight.wait_until_reachable(spec, others, start_timeout, serving=True)
     with preflight.startup_watchdog(spec, task, start_timeout):
         strategy = ParameterServerStrategy(spec, config.placement, start_timeout)
+    strategy.timeout_seconds = config.timeout_seconds
     atexit.register(server.publish_exit_code, spec)
     return strategy

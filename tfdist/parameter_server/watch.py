@@ -24,7 +24,8 @@ from tfdist.cluster import ClusterSpec, TaskSpec, greeting, reachability
 from tfdist.cluster.spec import split_address
 from tfdist.compat import tf_cluster
 from tfdist.parameter_server import server
-from tfdist.runtime import process_end
+from tfdist.runtime import process_end, stacks
+from tfdist.runtime.activity import main as activity
 from tfdist.runtime.log import logger
 
 _ASK_EVERY = 1.0  # seconds
@@ -41,11 +42,16 @@ Endpoint = tuple[str, int]  # address and port
 class Watch:
     """A thread that checks workers and servers until the process ends. Gives a server up after `server_timeout` s, at least 10, without an answer.
 
+    It also ends the process if the chief waits for its own data for longer than the limit (`strategy.timeout_seconds`).
+
     Attributes:
+        hung: Workers whose step has taken longer than the limit: the shutdown does not wait for them.
         given_up: The tasks that are given up, with the reasons. A worker is removed when it answers again.
     """
 
-    def __init__(self, cluster: ClusterSpec, server_timeout: float):
+    def __init__(self, cluster: ClusterSpec, server_timeout: float, timeout_seconds: float | None = None):
+        self._timeout_seconds = timeout_seconds
+        self.hung: set[TaskSpec] = set()
         self._cluster = cluster
         self._limits = {"worker": WORKER_TIMEOUT, "ps": max(server_timeout - _LAST_ROUND, reachability.REPORT_EVERY)}
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
@@ -63,9 +69,31 @@ class Watch:
         """The servers that are given up, with the reason."""
         return {task: reason for task, reason in self.given_up.items() if task.type == "ps"}
 
+    @property
+    def silent(self) -> set[TaskSpec]:
+        """The tasks that do not answer now."""
+        return {*self._silent.seconds}
+
+    def _end_long_wait(self) -> None:
+        """Ends the process if the main thread has waited for its data for longer than the limit: nothing else can end that wait."""
+        seconds, limit = activity.waited(), activity.limit(self._timeout_seconds)
+        if activity.where != "data" or seconds <= limit:
+            return
+        place = stacks.data_place()
+        stacks.dump(f"{self._cluster.chief} has waited {seconds:.0f} s for its data")
+        logger.error(
+            f"{self._cluster.chief} has waited {seconds:.0f} s for its data{f' at {place}' if place else ''}, longer than the limit of {limit:.0f} s "
+            f"({activity.reason(self._timeout_seconds)}). Start the training again, to resume from its last backup."
+        )
+        process_end.exit_code = 1
+        server.publish_exit_code(self._cluster)
+        process_end.end(1)
+
     def _watch(self) -> None:
         while True:
             time.sleep(_ASK_EVERY)
+            stacks.answer_request()
+            self._end_long_wait()
             absent = reachability.unreachable_tasks(self._cluster, self._tasks, serving=True)
             self._silent.note({task for task, reason in absent.items() if reason not in reachability.ENDED})
             now = {
@@ -95,7 +123,7 @@ class Watch:
 
     def _leave(self) -> None:
         """Ends the process at once if a task does not answer: TensorFlow's shutdown would wait for the task without limit."""
-        if self.given_up or any(map(self._is_silent, self._tasks)):
+        if self.given_up or self.hung or any(map(self._is_silent, self._tasks)):
             server.publish_exit_code(self._cluster)
             logging.shutdown()
             process_end.end(process_end.expected_exit_code())

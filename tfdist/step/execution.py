@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Data, DataIterator, Function, Logs, Step, StepFunction, Structure
 from tfdist.collectives.communicator import tree_sum
-from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_internals, unsupported
+from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_cluster, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.data import worker_rows
 from tfdist.data.source import DataSource, run_to_end
@@ -29,6 +29,9 @@ from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting, declared_weights, equal_weights, step_context
 from tfdist.replicas.batch_splitting import SplitBatch
 from tfdist.replicas.step_context import StepContext
+from tfdist.runtime import flight_record
+from tfdist.runtime.activity import main as activity
+from tfdist.runtime.flight_record import ring
 from tfdist.step import empty_replicas, synchronized_norm
 from tfdist.step.empty_replicas import metric_variables
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep
@@ -58,10 +61,12 @@ class Execution:
         self.logs: Mapping[str, Any] | None = None
         self.step_name = getattr(step, "__name__", "step")
         self.measured, self.input_seconds = RunningMeans(), 0.0
+        self._collectives = (0, 0)  # the number and bytes of those in the traced step
         self._stops = nan_policy == "stop"  # "stop" needs the loss of the skipped step
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
+        self._fetching, self._is_fetching = _fetch_flag(self._strategy)
         self._end = iter(tf.data.Dataset.range(0))  # raises OutOfRangeError, also within a tf.function
         self._is_traced = not (model.run_eagerly or tf.config.functions_run_eagerly())
         self._batch = self._run_batch
@@ -94,6 +99,8 @@ class Execution:
         try:
             return self._checked(functools.partial(self._execute, iterator, left))
         except tf.errors.OutOfRangeError:
+            if self._fetching is not None:
+                self._fetching.assign(False)
             return None
 
     def run_batch(self, batch: Structure) -> Mapping[str, Any]:
@@ -107,8 +114,15 @@ class Execution:
 
     def _checked(self, execute: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         self._strategy.executions += 1
+        before, activity.fetching = activity.collectives, self._is_fetching
+        activity.begin("step", first=self.logs is None)
+        record = ring.begin(
+            f"step {self._strategy.executions}: {self._collectives[0]} collectives", self._collectives[1]
+        )
+        state = flight_record.FAILED
         try:
             first, self.logs = self.logs is None, execute()
+            state = flight_record.DONE
             if first:
                 equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
                 equal_weights.warn_of_averages(self._strategy)
@@ -132,6 +146,13 @@ class Execution:
                 f"jit_compile=True: XLA cannot compile {operation[1] if operation else 'an operation'} of this model; "
                 "compile the model with jit_compile=False."
             ) from e
+        finally:
+            activity.end(
+                counts_first=bool(self._replica.model.jit_compile)
+            )  # XLA compiles again for another batch size
+            ring.end(record, state)
+            if activity.collectives != before:
+                self._collectives = activity.collectives[0] - before[0], activity.collectives[1] - before[1]
 
     def computed_logs(self) -> dict[str, Any]:
         """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""
@@ -144,6 +165,7 @@ class Execution:
         seconds, done = map(float, waited)
         if not math.isnan(seconds):
             self.input_seconds += seconds
+            activity.note(seconds)  # also of a first execution: each epoch may begin with such a wait
             self.measured.add("perf/input_wait_ms", 1000 * seconds / done)
         return logs
 
@@ -195,16 +217,19 @@ class Execution:
             return self._run_one(data, tf.identity(totals))
 
     def _run_batch(self, data: Structure) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+        _count_trace()
         return self._reduced(self._run_one(data))
 
     def _run_single(self, iterator: DataIterator) -> tuple[Mapping[str, Any], tf.Tensor | None, Structure]:
-        data, waited = measure_input_wait(iterator.get_next)
+        _count_trace()
+        data, waited = self._fetch(iterator.get_next)
         return *self._reduced(self._run_next(data)), (waited, 1)
 
     def _run_some(
         self, iterator: DataIterator, steps: tf.Tensor
     ) -> tuple[Mapping[str, Any], tf.Tensor | None, Structure]:
         """Runs up to `steps` steps, as `_run_single` runs one. All of them run in the loop, so that the step is traced once."""
+        _count_trace()
         # A loop variable needs an initial value, but the sizes of the logs are unknown until the step is traced. So they start empty,
         # with free sizes. Tracing records their shapes here, and they are set after the loop.
         shapes: dict[str, tf.TensorShape] = {}
@@ -213,7 +238,7 @@ class Execution:
             # The keys of gathering collectives contain the step's number: TensorFlow keeps the shape of a key's first use, and batches differ.
             self._replica.number = done
             # An optional, because an OutOfRangeError in the loop would lose the logs of the completed steps.
-            data, seconds = measure_input_wait(iterator.get_next_as_optional)
+            data, seconds = self._fetch(iterator.get_next_as_optional)
             more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
             return done + tf.cast(more, tf.int32), more, logs, waited + seconds
 
@@ -249,6 +274,18 @@ class Execution:
             packed = {dtype: tf.ensure_shape(logs[dtype], shape) for dtype, shape in shapes.items()}
             return *self._reduced(packed), (waited, done)
 
+    def _fetch(self, get: Callable[[], Structure]) -> tuple[Structure, tf.Tensor]:
+        """Returns what `measure_input_wait` returns, and marks the time in which the step waits for its data."""
+        if self._fetching is None:
+            return measure_input_wait(get)
+        with tf.control_dependencies([self._fetching.assign(True, read_value=False)]):
+            data, seconds = measure_input_wait(get)
+        with tf.control_dependencies(
+            [part for part in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(part)]
+        ):
+            self._fetching.assign(False, read_value=False)
+        return data, seconds
+
     def _reduced(self, packed: dict[str, tf.Tensor]) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         """Returns the logs and the workers' flags, both averaged over the workers."""
         agreed_flags = None
@@ -273,6 +310,21 @@ class Execution:
 def _as_tensor(value: Structure) -> Structure:
     """Converts an array to a tensor. A `tf.function` does so with its arguments, but `run_eagerly=True` does not use one."""
     return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+
+
+def _count_trace() -> None:
+    """Counts, within a function's Python body, that it is traced: the execution may compile."""
+    if not tf.executing_eagerly():
+        activity.traces += 1
+
+
+def _fetch_flag(strategy: Strategy) -> tuple[Any, Callable[[], bool]]:
+    """Returns a variable that is true while a step waits for its data, and a function that reads it; None with one worker."""
+    if not strategy.traits.several_processes or strategy.num_workers == 1:
+        return None, bool
+    with tf.init_scope(), tf.device("CPU:0"):
+        flag = tf_cluster.ResourceVariable(False)
+    return flag, lambda: bool(flag.numpy())
 
 
 def measure_input_wait(get: Callable[[], Structure]) -> tuple[Structure, tf.Tensor]:

@@ -49,6 +49,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     gather_loss_bytes = StrategyConfig.gather_loss_bytes
     transport = transport_reason = ""
     communicator: Communicator | None = None
+    timeout_seconds: float | None = None
     unlike_processors: tuple[int, ...] = ()
     # The Trainer and its loops set these.
     batches_are_parts = False

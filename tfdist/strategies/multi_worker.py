@@ -160,6 +160,7 @@ def multi_worker_mirrored(
         if "program startup" not in str(e):
             raise
         raise startup.already_started_error("multi_worker_mirrored cannot be created") from e
+    strategy.timeout_seconds = config.timeout_seconds
     strategy.cluster_task, strategy.bucket_bytes = cluster, config.bucket_bytes
     _broadcast_seed(strategy)
     strategy.unlike_processors = hardware.unlike_processors(strategy, strategy.num_workers)
@@ -171,7 +172,7 @@ def multi_worker_mirrored(
             list(map(spec.address, workers)),
             workers.index(task),
             config.transport,
-            config.timeout_seconds,
+            config.timeout_seconds or 0.0,
         )
         strategy.communicator = choice.communicator
         strategy.transport, strategy.transport_reason = choice.name, choice.reason

@@ -25,11 +25,13 @@ from tfdist.compat import call_stack, tf_cluster
 from tfdist.errors import ClusterError, DataError
 from tfdist.replicas.batch_splitting import ENDED_EARLY
 from tfdist.step.execution import Execution
+from tfdist.training import hangs
+from tfdist.training.hangs import HANG, REASON_PREFIX
 
 _CHECK_EVERY = 1.0  # seconds
 _LOST_AFTER = 60.0  # seconds without an answer after which a worker counts as lost: sooner than TensorFlow's heartbeats, with a clearer message
+_SILENT_AFTER = 3.0  # seconds without an answer, if this task also waits for longer than the limit of waits
 _REMEDY = "Start all tasks again, to continue from the last backup if there is one."
-_REASON_PREFIX = "tfdist: "  # begins the reason with which this process aborts the collectives of all workers
 _RESTARTED = re.compile(
     r"/job:(\w+)/(?:replica:\d+/)?task:(\d+) unexpectedly tried to connect with a different incarnation"
 )
@@ -70,7 +72,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             with contextlib.suppress(tf.errors.OpError):
                 data_error = tf_cluster.published(_DATA_ERROR, 0.01)
                 if not done.is_set():
-                    calls.abort_collectives(tf.errors.ABORTED, f"{_REASON_PREFIX}{DataError.__name__}: {data_error}")
+                    calls.abort_collectives(tf.errors.ABORTED, f"{REASON_PREFIX}{DataError.__name__}: {data_error}")
                 return
             absent = reachability.unreachable_tasks(cluster, others, serving=True)
             ended = {task: reason for task, reason in absent.items() if reason in reachability.ENDED}
@@ -78,10 +80,10 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             lost = ""
             if before & ended.keys():  # seen in two checks: a single failed check may be a brief network problem
                 lost = _ended_sentence(cluster, task, ended)
-            elif max(silent.seconds.values(), default=0.0) >= _LOST_AFTER:
+            elif max(silent.seconds.values(), default=0.0) >= (_SILENT_AFTER if hangs.is_late() else _LOST_AFTER):
                 lost = f"{silent.sentence()} {_REMEDY}"
             if lost and not done.is_set():
-                calls.abort_collectives(tf.errors.UNAVAILABLE, f"{_REASON_PREFIX}{lost}")
+                calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{lost}")
                 return
             before = set(ended)
 
@@ -91,9 +93,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     except DataError as e:
         if e.is_agreed:
             raise
-        error = (
-            e if _REASON_PREFIX in str(e.__cause__) else DataError(f"{task}: {e}")
-        )  # another worker's, or this one's
+        error = e if REASON_PREFIX in str(e.__cause__) else DataError(f"{task}: {e}")  # another worker's, or this one's
         _publish_data_error(error)
         raise error from e
     except tf.errors.OpError as e:
@@ -134,6 +134,8 @@ def _explain_loss(
     error: tf.errors.OpError,
 ) -> str:
     """Returns a message that names the lost worker, or an empty text if all workers run."""
+    if REASON_PREFIX in error.message and HANG in error.message:
+        return error.message.rpartition(REASON_PREFIX)[2].splitlines()[0]
     absent = reachability.unreachable_tasks(cluster, others, serving=True)
     if ended := {task: reason for task, reason in absent.items() if reason in reachability.ENDED}:
         return _ended_sentence(cluster, task, ended)
@@ -144,7 +146,7 @@ def _explain_loss(
         restarted = TaskSpec(match[1], int(match[2])) if match else cluster.chief
         return f"{restarted} at {cluster.address(restarted)} was restarted alone and cannot join the tasks that train. {_REMEDY}"
     # Another worker, which checks more tasks, has sent the reason.
-    return error.message.rpartition(_REASON_PREFIX)[2].splitlines()[0] if _REASON_PREFIX in error.message else ""
+    return error.message.rpartition(REASON_PREFIX)[2].splitlines()[0] if REASON_PREFIX in error.message else ""
 
 
 def _explain_break(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
@@ -16,10 +17,11 @@ from tfdist.compression.base import Compressor
 from tfdist.config import StrategyConfig
 from tfdist.config.ranges import MOST_SECONDS, Range
 from tfdist.errors import ConfigError, format_value
+from tfdist.runtime import flight_record, stacks
 from tfdist.runtime.process_end import GRACE_SECONDS
 from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.strategy import Strategy
-from tfdist.training import checks, keras_distribution
+from tfdist.training import checks, hangs, keras_distribution
 from tfdist.training.loop_context import LoopContext
 
 Cluster = tuple[ClusterSpec, TaskSpec]
@@ -50,6 +52,7 @@ def start_strategy(
     if preemption:
         preemption.listen()  # from now on: a strategy may wait for its peers
     cluster_and_task = discovery.find_cluster(timeout=start_timeout) if cluster is None else cluster or None
+    listen(cluster_and_task[1] if cluster_and_task else None)
     has_peers = bool(
         cluster_and_task and cluster_and_task[1].type != "evaluator" and len(cluster_and_task[0].training_tasks()) > 1
     )
@@ -64,6 +67,15 @@ def start_strategy(
     if preemption:
         preemption.listen()  # TensorFlow has replaced the handler
     return created, cluster_and_task
+
+
+def listen(task: TaskSpec | None) -> None:
+    """Makes this task answer `tfdist stacks`; a process that is no task of a cluster does so if it has a log folder."""
+    if task is None and (not stacks.folder() or "TF_CONFIG" in os.environ):
+        return
+    name = task.name if task else "worker-0"
+    stacks.listen(name)
+    flight_record.ring.open(name)
 
 
 def create_context(
@@ -90,6 +102,8 @@ def create_context(
         cluster_and_task = None
     cluster, task = cluster_and_task or (None, TaskSpec("worker", 0))
     tasks = cluster.training_tasks() if cluster and traits.several_processes else [task]
+    if cluster and traits.several_processes and len(tasks) > 1:
+        hangs.start_watch(cluster, task, strategy.timeout_seconds)
     together = ranks.Ranks(strategy, tasks.index(task), list(map(str, tasks)))
     engine.ranks = together
     seed = together.gather_texts(str(backup.saved_seed()) if backup else "")[0]  # also if only some tasks have a backup

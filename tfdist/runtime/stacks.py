@@ -1,0 +1,313 @@
+"""The stacks of this process's threads: on request by a signal or a file, and the line of the user's program that runs. No TensorFlow here.
+
+A signal's C handler writes the stacks to a file, also while the main thread waits in a C++ collective, where Python's own handlers
+do not run. `tfdist stacks` finds the file and sends the signal; a task on another host finds a request in the folder.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import faulthandler
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import psutil
+
+from tfdist.runtime.files import open_own, write_file
+
+FOLDER = "TFDIST_LOGS"  # the environment variable with the folder of the tasks' logs
+SUFFIX = ".stacks"
+REQUEST = "stacks.request"  # the file by which `tfdist stacks` asks tasks of other hosts; its content changes with each request
+SIGNAL = signal.SIGUSR2
+HEADING = "tfdist: the stacks of "  # the start of the line above stacks in a log
+
+_PACKAGE = f"{os.path.dirname(os.path.dirname(os.path.abspath(__file__)))}{os.sep}"
+_LIBRARY = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_INSTALLED = ("site-packages", "dist-packages")
+_GENERATED = "autograph_generated_file"
+_INTERACTIVE = ("<stdin>", "<string>", "<ipython-input")
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
+_CURRENT = re.compile(
+    r"^Current thread 0x.*\n(?:  .*\n)*(?!\Z)", re.MULTILINE
+)  # the calling thread, unless it is the main one
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+_EVALUATION = (("trainer.py", "evaluate"), ("trainer.py", "predict"), ("loop.py", "evaluate"), ("loop.py", "predict"))
+_SAVING = tuple(
+    f"{_PACKAGE}{path}" for path in (f"backup{os.sep}", f"training{os.sep}saving", f"strategies{os.sep}saving")
+)
+_BUILDING = f"{_PACKAGE}step{os.sep}model_building"
+_TRACING = f"{os.sep}tensorflow{os.sep}python{os.sep}framework{os.sep}func_graph.py"
+_SAVING_LIBRARIES = (f"{os.sep}keras{os.sep}src{os.sep}saving{os.sep}", "checkpoint_management", "saved_model")
+
+default_folder = ""  # the folder without that variable: of `tfdist train`, which knows its work directory
+_file = -1  # the descriptor of this process's file; it stays open
+_name = ""
+_answered = ""  # the last request that this process has answered
+
+
+def folder() -> str | None:
+    """Returns the folder of the tasks' logs, or None if there is none."""
+    return os.environ.get(FOLDER) or default_folder or None
+
+
+def listen(task: str) -> None:
+    """Makes this process write its stacks to `<task>.stacks` in the log folder when it gets SIGUSR2; does nothing without a folder.
+
+    A program's own handler of the signal stays; the process then only answers requests by a file. Returns without an effect if the file
+    cannot be written, or if a running process of the same task has it.
+
+    Args:
+        task: The task's name in files, as `worker-1`.
+    """
+    global _file, _name
+    _name = task.replace("-", ":", 1)
+    if not (place := folder()) or _file >= 0:
+        return
+    path = pathlib.Path(place, f"{task}{SUFFIX}")
+    with contextlib.suppress(OSError):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        with contextlib.suppress(OSError, ValueError):
+            if (known := Header.read(path)) and known.is_running() and known.pid != os.getpid():
+                return
+        descriptor = open_own(path, os.O_RDWR | os.O_TRUNC | os.O_APPEND)
+        own = signal.getsignal(SIGNAL) != signal.SIG_DFL
+        fields = {"task": _name, "pid": os.getpid(), "host": socket.gethostname(), "signal": not own}
+        header = {**fields, "started": psutil.Process().create_time()}
+        os.write(descriptor, f"{json.dumps(header)}\n".encode())
+        _file = descriptor
+        if not own:
+            faulthandler.register(SIGNAL, file=_file, all_threads=True)
+
+
+def answer_request() -> None:
+    """Writes the stacks to this process's file if `tfdist stacks` asks for them by a file; call it each second."""
+    global _answered
+    if _file < 0 or not (place := folder()):
+        return
+    with contextlib.suppress(OSError):
+        request = pathlib.Path(place, REQUEST).read_text(encoding="utf-8")
+        if request != _answered:
+            _answered = request
+            faulthandler.dump_traceback(file=_file, all_threads=True)
+
+
+def ask_all() -> None:
+    """Asks all tasks that share the log folder for their stacks, by a file; does nothing without a folder."""
+    if place := folder():
+        with contextlib.suppress(OSError):
+            write_file(pathlib.Path(place, REQUEST), f"{os.getpid()} {time.time()}\n".encode())
+
+
+def dump(reason: str) -> None:
+    """Writes the stacks of all threads to standard error, which is the task's log, in one piece.
+
+    Args:
+        reason: Why, for the heading.
+    """
+    with contextlib.suppress(OSError, ValueError, RuntimeError), tempfile.TemporaryFile() as file:
+        file.write(f"{HEADING}{_name or 'this process'}: {reason}\n".encode())
+        file.flush()
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        content = file.read()
+        (sys.stderr or sys.__stdout__).flush()  # type: ignore[union-attr]
+        os.write(2, content)
+
+
+class Header:
+    """The first line of a file of stacks: the process that writes to it.
+
+    Attributes:
+        task: The task's name, as `worker:1`.
+        pid: The process.
+        host: The name of its host.
+        signal: Whether it answers the signal.
+        started: The start time of the process, in seconds since the epoch.
+    """
+
+    def __init__(self, task: str, pid: int, host: str, signal: bool, started: float):
+        self.task, self.pid, self.host, self.signal, self.started = (
+            str(task),
+            int(pid),
+            str(host),
+            bool(signal),
+            started,
+        )
+
+    @classmethod
+    def read(cls, path: pathlib.Path) -> Header | None:
+        """Returns the header of a file, or None if it has none. Raises OSError if the file cannot be read."""
+        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
+            line = file.readline(4096)
+        try:
+            fields = json.loads(line)
+            return cls(**fields)
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def is_here(self) -> bool:
+        """Returns whether the process runs, or ran, on this host."""
+        return self.host == socket.gethostname()
+
+    def is_running(self) -> bool:
+        """Returns whether the process runs on this host; another process may have its number by now."""
+        with contextlib.suppress(psutil.Error):
+            return self.is_here and abs(psutil.Process(self.pid).create_time() - self.started) < 2
+        return False
+
+    def is_ours(self, path: pathlib.Path) -> bool:
+        """Returns whether the process belongs to the user who owns its file: another user could have written the number of any process."""
+        with contextlib.suppress(psutil.Error, OSError):
+            return psutil.Process(self.pid).uids().real == path.lstat().st_uid
+        return False
+
+    def is_stopped(self) -> bool:
+        """Returns whether the process is stopped, as by SIGSTOP."""
+        with contextlib.suppress(psutil.Error):
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        return False
+
+    def ask(self) -> bool:
+        """Sends the signal; returns whether it was sent. A process that does not catch it would end, and gets none."""
+        if not (self.signal and self.is_running() and _catches(self.pid)):
+            return False
+        with contextlib.suppress(OSError):
+            os.kill(self.pid, SIGNAL)
+            return True
+        return False
+
+
+def _catches(pid: int) -> bool:
+    with contextlib.suppress(OSError, ValueError, StopIteration):
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:
+            mask = next(line for line in lines if line.startswith("SigCgt:")).split()[1]
+        return bool(int(mask, 16) >> (SIGNAL - 1) & 1)
+    return False
+
+
+class Frame(NamedTuple):
+    """A frame of a stack: its file, line and function."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        name = self.file
+        with contextlib.suppress(OSError, ValueError):
+            relative = os.path.relpath(name)
+            name = name if relative.startswith("..") or name.startswith("<") else relative
+        return f"{name}:{self.line} in {self.function}"
+
+    @property
+    def is_of_package(self) -> bool:
+        """Returns whether it is code of tfdist."""
+        return self.file.startswith(_PACKAGE)
+
+    @property
+    def is_installed(self) -> bool:
+        """Returns whether it is code of tfdist or of an installed library."""
+        return self.is_of_package or any(part in self.file for part in _INSTALLED)
+
+    @property
+    def is_users(self) -> bool:
+        """Returns whether it is the user's code: not tfdist, the standard library, or an installed library."""
+        if self.file.startswith("<"):
+            return self.file.startswith(_INTERACTIVE)
+        return not (self.is_installed or self.file.startswith(_LIBRARY) or _GENERATED in self.file)
+
+
+Stack = Sequence[Frame]  # from the innermost frame out
+
+
+def place(main: Stack | None = None, others: Sequence[Stack] | None = None) -> str:
+    """Returns the line where the user's program is, as `script.py:42 in load_batch`; empty without a line of the user's.
+
+    Prefers a thread in the user's code to one that waits in tfdist: the main thread, then one that a library has called (a
+    data function), then another one whose innermost frame is the user's.
+
+    Args:
+        main: The stack of the main thread. None means this process's.
+        others: The stacks of the other threads. None means this process's, without the calling thread.
+    """
+    main = main_stack() if main is None else main
+    if is_in_user_code(main):
+        return _users_line(main)
+    return data_place(others) or _users_line(main)
+
+
+def data_place(stacks: Sequence[Stack] | None = None) -> str:
+    """Returns the line of the user's code that a thread other than the main one runs, such as a data function; or an empty text."""
+    if stacks is None:
+        stacks = _own_stacks()[1]
+    called = [
+        stack for stack in stacks if is_in_user_code(stack) and any(frame.is_installed for frame in _around(stack))
+    ]
+    own = [stack for stack in stacks if stack and stack[0].is_users]
+    return _users_line([*called, *own, []][0])
+
+
+def main_stack() -> Stack:
+    """Returns the stack of this process's main thread."""
+    return _own_stacks()[0]
+
+
+def activity() -> str:
+    """Returns what the main thread does outside of steps: `"building"`, `"saving"`, `"evaluating"`, or `"user"` for anything else."""
+    stack = main_stack()
+    names = [frame.file for frame in stack]
+    if any(name.startswith(_SAVING) or any(part in name for part in _SAVING_LIBRARIES) for name in names):
+        return "saving"
+    if any(name.startswith(_BUILDING) or name.endswith(_TRACING) for name in names):
+        return "building"
+    if any((os.path.basename(frame.file), frame.function) in _EVALUATION and frame.is_installed for frame in stack):
+        return "evaluating"
+    return "user"
+
+
+def is_in_user_code(stack: Stack) -> bool:
+    """Returns whether a stack is in the user's code: no frame of tfdist lies further in."""
+    frame = next((frame for frame in stack if frame.is_users or frame.is_of_package), None)
+    return frame is not None and frame.is_users
+
+
+def parse(text: str) -> list[Stack]:
+    """Returns the stacks of a text that `faulthandler` has written; the main thread's is the last."""
+    stacks: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            stacks.append([])
+        elif stacks and (match := _FRAME.match(line)):
+            stacks[-1].append(Frame(match[1], int(match[2]), match[3]))
+    return list(stacks)
+
+
+def _around(stack: Stack) -> Stack:
+    first = next((number for number, frame in enumerate(stack) if frame.is_users), len(stack))
+    return stack[first + 1 :]
+
+
+def _own_stacks() -> tuple[Stack, list[Stack]]:
+    """Returns the stack of this process's main thread, and those of the other threads without the calling one."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    current = [stack for stack in parse(_CURRENT.sub("", text)) if stack]
+    *others, main = current or [[]]
+    return main, others
+
+
+def _users_line(stack: Stack) -> str:
+    return str(next((frame for frame in stack if frame.is_users), ""))
