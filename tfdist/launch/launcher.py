@@ -206,7 +206,7 @@ class Launcher:
             self._tasks = []
 
     def _spare(self) -> WarmSpare:
-        environ = task_environ(self._environ, self._cluster, self._specs[0], self._progress)
+        environ = task_environ(self._environ, self._cluster, self._specs[0], self._progress, self._log_dir)
         return WarmSpare(self._command if self._uses_spare else None, environ, self._guardian)
 
     def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
