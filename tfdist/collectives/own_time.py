@@ -53,7 +53,9 @@ class OwnTime:
             self.seconds = tf_cluster.ResourceVariable(0.0, dtype=tf.float64, trainable=False, name="own_seconds")
         self._between = 0.0  # seconds between executions
         self._ended: tuple[float, float] | None = None  # time and waits at the end of the last execution
-        self._begun: tf.Tensor | None = None  # the begin of the step that is being traced; None once its gradients are ready
+        self._begun: tf.Tensor | None = (
+            None  # the begin of the step that is being traced; None once its gradients are ready
+        )
         self._waits: list[tf.Tensor] = []  # the waits of that step so far
 
     def execute(self, execution: Callable[[], _Result], trains: bool) -> _Result:

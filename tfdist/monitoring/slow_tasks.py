@@ -11,12 +11,15 @@ from typing import Any
 import keras
 
 from tfdist.aliases import Logs
+from tfdist.compat import tf_internals
 from tfdist.engine import Engine
 from tfdist.runtime.log import logger
+from tfdist.strategy import as_ours
 
 _EVERY = 50  # steps
 _RATIO = 1.5  # to the median of the other tasks, above which a task is slow
 _NOISE_MS = 5.0  # the difference to the median of the other tasks up to which a task is not slow
+_LEAST_MS = 0.1  # a median that is less counts as this: a ratio to it says nothing
 _IN_A_ROW = 3  # comparisons after which a task counts as slow, and after which it counts as recovered
 _REPEAT_AFTER = 10  # comparisons between two warnings about a task that stays as slow
 
@@ -45,28 +48,26 @@ class SlowTaskRule:
     Examples:
         >>> from tfdist.monitoring.slow_tasks import SlowTaskRule
         >>> rule = SlowTaskRule()
-        >>> [rule.note({"worker:0": 20.0, "worker:1": 61.0}) for _ in range(3)][-1]
-        ['worker:1 takes 3.0 times as long as the median (61 ms, 20 ms)']
+        >>> [rule.note({"worker:0": 20.0, "worker:1": 61.0}) for _ in range(3)]
+        [{}, {}, {'worker:1': 20.0}]
     """
 
     def __init__(self) -> None:
         self._tasks: collections.defaultdict[str, _Task] = collections.defaultdict(_Task)
 
-    def note(self, times: Mapping[str, float]) -> list[str]:
-        """Notes a comparison and returns the warnings, usually none.
+    def note(self, times: Mapping[str, float]) -> dict[str, float]:
+        """Notes a comparison. Returns the tasks to warn about, usually none, with the median of the other tasks.
 
         Args:
             times: The tasks' step times in milliseconds, by name.
         """
-        sentences = []
+        due = {}
         for name, ms in times.items() if len(times) > 1 else ():
             median = statistics.median(other for task, other in times.items() if task != name)
             is_slow = ms > _RATIO * median and ms - median > _NOISE_MS
-            if self._is_due(self._tasks[name], ms / max(median, 1e-3) if is_slow else 0.0):
-                sentences.append(
-                    f"{name} takes {ms / max(median, 1e-3):.1f} times as long as the median ({ms:.0f} ms, {median:.0f} ms)"
-                )
-        return sentences
+            if self._is_due(self._tasks[name], ms / max(median, _LEAST_MS) if is_slow else 0.0):
+                due[name] = median
+        return due
 
     @staticmethod
     def _is_due(task: _Task, ratio: float) -> bool:
@@ -80,6 +81,14 @@ class SlowTaskRule:
             return False
         task.warned, task.since = lasting, 0
         return True
+
+
+def has_own_times(strategy: object) -> bool:
+    """Returns whether the tasks' own step times are measured: several tasks train, and TensorFlow has a clock."""
+    ours = as_ours(strategy)
+    if ours is None or tf_internals.is_op_determinism_enabled():
+        return False
+    return ours.num_workers > 1 or bool(ours.cluster and len(ours.cluster.jobs["worker"]) > 1)
 
 
 class SlowTasks(keras.callbacks.Callback):
@@ -120,5 +129,8 @@ class SlowTasks(keras.callbacks.Callback):
         if self._steps < _EVERY:
             return
         times, self._steps = self._engine.own_step_ms(self.model, self._steps), 0
-        for sentence in self._rule.note(times) if self._is_chief else ():
-            logger.warning(sentence)
+        for name, median in self._rule.note(times).items() if self._is_chief else ():
+            ratio = times[name] / max(median, _LEAST_MS)
+            logger.warning(
+                f"{name} takes {ratio:.1f} times as long as the median ({times[name]:.0f} ms, {median:.0f} ms)"
+            )
