@@ -5,7 +5,7 @@ from __future__ import annotations
 import abc
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import TYPE_CHECKING, Any
 
 from tfdist.aliases import Data, DataIterator, Logs, StepFunction, Structure
@@ -153,6 +153,17 @@ class Engine(abc.ABC):
 
     def on_exit(self) -> None:  # noqa: B027
         """Runs before this process ends without Python's cleanup."""
+
+    def own_step_ms(self, model: keras.Model, steps: int) -> Mapping[str, float]:
+        """Returns by task the mean milliseconds of a step since the last call, without waits for other tasks. A collective.
+
+        Empty if they are unknown, or if one task trains.
+
+        Args:
+            model: The model.
+            steps: The number of steps since the last call; 0 discards their times, and is no collective.
+        """
+        return {}
 
     def report(self, model: keras.Model) -> dict[str, Any]:
         """Returns the entries that this engine adds to a report.

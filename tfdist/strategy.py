@@ -74,6 +74,7 @@ class Strategy(Protocol):
         combined_weights: The ids of the variables whose copies are combined after the running step (see `declared_weights`).
         flags: What the ranks agree on at a step: this rank's flags, which the next step averages over all ranks, `[n]` float32; or None.
         gauges: Variables of measurements in steps, which backups do not contain.
+        own_time: The `OwnTime` of this task's steps, which an execution creates; None if there is no other task to wait for.
         executions: The number of executions of models' functions so far; equal on all tasks between two executions.
     """
 
@@ -94,6 +95,7 @@ class Strategy(Protocol):
     combined_weights: set[int]
     flags: tf.Variable | None
     gauges: Sequence[tf.Variable]
+    own_time: Any
     executions: int
 
     @property

@@ -67,7 +67,7 @@ def test_the_pages_of_a_run_are_there_and_without_errors(workdir, tmp_path, monk
                 "perf/examples_per_second (train)",
                 "perf/examples_per_second (worker-1)",
             ],
-            "Who is slow? (ms per step)": ["perf/step_ms (train)", "perf/step_ms (worker-1)"],
+            "Who is slow? (ms per step)": ["perf/own_step_ms (train)", "perf/own_step_ms (worker-1)"],
         }
         tags = ("comm/bytes_per_step", "comm/gradient_bytes_per_step")
         expected["What did the network cost? (bytes per step, and of the gradients)"] = [

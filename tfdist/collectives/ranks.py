@@ -8,6 +8,7 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
+from tfdist.collectives import own_time
 from tfdist.runtime import flight_record
 from tfdist.runtime.activity import main as activity
 
@@ -130,7 +131,9 @@ class Ranks:
 
         values = self._strategy.experimental_distribute_values_from_function(once)
         # Calls a concrete function: `self._sum` would warn the user that it is traced for several shapes.
-        return self._sum.get_concrete_function(values)(values)
+        total = self._sum.get_concrete_function(values)
+        with own_time.waiting():
+            return total(values)
 
 
 def _messages(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:

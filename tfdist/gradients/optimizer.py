@@ -17,6 +17,7 @@ import tensorflow as tf
 from tfdist import compression as compression_lib
 from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import check_compresses
+from tfdist.collectives.own_time import own_time_of
 from tfdist.compat import keras_internals, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig
@@ -124,10 +125,13 @@ class _ReduceThenApply:
 
     def _reduce(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         self._check_built()
+        context = tf.distribute.get_replica_context()
+        own_time = own_time_of(context.strategy) if context else None
+        if context and own_time and own_time.is_measuring:
+            context.merge_call(own_time.on_gradients, args=([grad for grad in grads if grad is not None],))
         grads = gradient_lists.deduplicate_rows(grads)  # so that fewer rows are sent
         if not self._update.accumulates:
             grads = self._update.clip_local(grads, self._scale())
-        context = tf.distribute.get_replica_context()
         if context and self._update.reduction and not self._update.accumulates:
             if self._merge(context, self._compressed, grads, trainable_variables):
                 return

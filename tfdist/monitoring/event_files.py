@@ -25,6 +25,8 @@ _numbers = itertools.count()
 _DESCRIPTIONS = {
     "perf/examples_per_second": "Speed of the training over all replicas, in examples per second.",
     "perf/step_ms": "Median time of a training step, in milliseconds.",
+    "perf/own_step_ms": "Mean time of a step of this task until its gradients are ready, without waits for other tasks, in milliseconds.",
+    "perf/own_step_ms/": "Mean time of a step of this worker, in milliseconds.",
     "perf/input_wait_ms": "Mean time that a step waited for its batch, in milliseconds.",
     "comm/bytes_per_step": "Bytes per step that this rank sends over the network, measured; without bytes in shared memory.",
     "comm/gradient_bytes_per_step": "Predicted bytes per step of the gradients that this rank sends, over the network or through shared memory.",

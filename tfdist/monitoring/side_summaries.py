@@ -23,11 +23,12 @@ _CHARTS_LINK = (
     "The page [Custom Scalars](#custom_scalars) has the charts of this run: is it learning, how fast is it, who is slow, "
     "what did the network cost."
 )
+_WHO_IS_SLOW = "Who is slow? (ms per step)"
 # Chart title to a regular expression of the tags that it shows, for all runs.
 _CHARTS = {
     "Is it learning? (loss)": r"^(batch_(\w+_)?loss|evaluation_(\w+_)?loss_vs_iterations)$",  # both by step, unlike `epoch_*`
     "How fast is it? (examples per second)": "^perf/examples_per_second$",
-    "Who is slow? (ms per step)": "^perf/step_ms$",
+    _WHO_IS_SLOW: "^perf/step_ms$",
     "What did the network cost? (bytes per step, and of the gradients)": "^comm/(gradient_)?bytes_per_step$",
 }
 _COMPRESSION = {
@@ -80,14 +81,17 @@ def versions() -> dict[str, str]:
     }
 
 
-def charts_layout(by_step: bool, compresses: bool) -> tf.compat.v1.Summary:
+def charts_layout(by_step: bool, compresses: bool, has_own_times: bool) -> tf.compat.v1.Summary:
     """Returns the layout of the first page of the tab "Custom Scalars".
 
     Args:
         by_step: Whether the training's loss is written by step as well as by epoch.
         compresses: Whether gradients are compressed.
+        has_own_times: Whether the tasks' own step times are measured.
     """
     charts = _CHARTS if by_step else _CHARTS | {"Is it learning? (loss)": _LOSS_BY_EPOCH}
+    # Synchronous tasks end a step together: their `perf/step_ms` are equal.
+    charts = charts | {_WHO_IS_SLOW: "^perf/own_step_ms(/.*)?$"} if has_own_times else charts
     charts = charts | _COMPRESSION if compresses else charts
     page = layout_pb2.Category(title=_CHARTS_PAGE)
     for title, tags in charts.items():

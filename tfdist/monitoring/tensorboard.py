@@ -16,7 +16,7 @@ from tfdist.compat import optimizer_search
 from tfdist.config.monitoring import step_range
 from tfdist.errors import ConfigError, format_value
 from tfdist.gradients.optimizer import get_compressor
-from tfdist.monitoring import side_summaries
+from tfdist.monitoring import side_summaries, slow_tasks
 from tfdist.monitoring.event_files import BY_ITERATIONS, Run
 from tfdist.monitoring.meter import (
     CompressionMeter,
@@ -212,7 +212,7 @@ class TensorBoard(keras.callbacks.Callback):
         compresses = any(get_compressor(optimizer) for optimizer in optimizer_search.optimizers(self.model))
         for summary in (
             side_summaries.environment_texts(self._strategy),
-            side_summaries.charts_layout(by_step=self._every > 0, compresses=compresses),
+            side_summaries.charts_layout(self._every > 0, compresses, slow_tasks.has_own_times(self._strategy)),
         ):
             self._try(self._runs["train"].write_summary, summary)
         self._flush()

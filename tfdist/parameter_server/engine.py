@@ -16,7 +16,7 @@ import collections
 import contextlib
 import functools
 import itertools
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -145,6 +145,16 @@ class ParameterServerEngine(Engine):
     def on_exit(self) -> None:
         """Sends the exit code of this process to the other tasks."""
         server.publish_exit_code(self.strategy.cluster)
+
+    def own_step_ms(self, model: keras.Model, steps: int) -> Mapping[str, float]:
+        """Implements `Engine.own_step_ms`: the time from the begin of a worker's step until the chief has its result. No collective."""
+        function = model.train_function
+        times = function.step_ms.take() if isinstance(function, Execution) else {}
+        if not steps or self.scheduler.workers == 1:
+            return {}
+        for task, ms in times.items():
+            function.measured.add(f"perf/own_step_ms/{task.replace(':', '-')}", ms)
+        return times
 
     def report(self, model: keras.Model) -> dict[str, Any]:
         """Returns `retried_steps`, and `bytes_per_server`: the size of the model's and its optimizers' variables on each server."""

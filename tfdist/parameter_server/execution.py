@@ -38,12 +38,13 @@ class Execution:
     Attributes:
         measured: Means for TensorBoard, by tag: steps in flight when a step was scheduled; other steps that ended while a
             step ran (the age of its weights); and how long the chief waited for a batch that it reads itself.
+        step_ms: The mean milliseconds of a step by worker, such as `worker:0`.
     """
 
     def __init__(self, model: keras.Model, engine: Engine, scheduler: Scheduler, step: Step):
         unsupported.check_model(model)  # the model may have been recompiled
         engine.attach(model)
-        self.measured = RunningMeans()
+        self.measured, self.step_ms = RunningMeans(), RunningMeans()
         self._ended, self._lock = 0, threading.Lock()  # number of ended steps, over all threads
         self._model = model
         self._scheduler = scheduler
@@ -145,8 +146,9 @@ class Execution:
         inputs = step.step_inputs(attempt_id, row, self._steps_since_drain)
 
         def function(worker: int) -> int:
-            before = self._ended
+            before, begun = self._ended, time.perf_counter()
             run(lambda batch: step.call(traced, batch, inputs), worker)
+            self.step_ms.add(f"worker:{worker}", 1000 * (time.perf_counter() - begun))
             self._count_overlap(before)
             return attempt_id
 

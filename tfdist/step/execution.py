@@ -16,6 +16,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Data, DataIterator, Function, Logs, Step, StepFunction, Structure
 from tfdist.collectives.communicator import tree_sum
+from tfdist.collectives.own_time import OwnTime
 from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_cluster, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.data import worker_rows
@@ -67,6 +68,9 @@ class Execution:
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
         self._fetching, self._is_fetching = _fetch_flag(self._strategy)
+        if self._strategy.num_workers > 1 and self._strategy.own_time is None:
+            self._strategy.own_time = OwnTime()
+            self._strategy.gauges = [*self._strategy.gauges, self._strategy.own_time.seconds]
         self._end = iter(tf.data.Dataset.range(0))  # raises OutOfRangeError, also within a tf.function
         self._is_traced = not (model.run_eagerly or tf.config.functions_run_eagerly())
         self._batch = self._run_batch
@@ -121,7 +125,11 @@ class Execution:
         )
         state = flight_record.FAILED
         try:
-            first, self.logs = self.logs is None, execute()
+            own_time = self._strategy.own_time
+            first, self.logs = (
+                self.logs is None,
+                own_time.execute(execute, self._replica.trains) if own_time else execute(),
+            )
             state = flight_record.DONE
             if first:
                 equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
@@ -218,12 +226,19 @@ class Execution:
 
     def _run_batch(self, data: Structure) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         _count_trace()
-        return self._reduced(self._run_one(data))
+        with self._measured_step():
+            return self._reduced(self._run_one(data))
 
     def _run_single(self, iterator: DataIterator) -> tuple[Mapping[str, Any], tf.Tensor | None, Structure]:
         _count_trace()
-        data, waited = self._fetch(iterator.get_next)
-        return *self._reduced(self._run_next(data)), (waited, 1)
+        with self._measured_step():
+            data, waited = self._fetch(iterator.get_next)
+            return *self._reduced(self._run_next(data)), (waited, 1)
+
+    def _measured_step(self) -> contextlib.AbstractContextManager[None]:
+        """Returns the context of a step from its begin on, which measures the task's own time."""
+        own_time = self._strategy.own_time
+        return own_time.step() if own_time and self._replica.trains else contextlib.nullcontext()
 
     def _run_some(
         self, iterator: DataIterator, steps: tf.Tensor
@@ -238,8 +253,9 @@ class Execution:
             # The keys of gathering collectives contain the step's number: TensorFlow keeps the shape of a key's first use, and batches differ.
             self._replica.number = done
             # An optional, because an OutOfRangeError in the loop would lose the logs of the completed steps.
-            data, seconds = self._fetch(iterator.get_next_as_optional)
-            more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
+            with self._measured_step():
+                data, seconds = self._fetch(iterator.get_next_as_optional)
+                more, logs = tf.cond(data.has_value(), lambda: run(data.get_value(), logs), lambda: (False, logs))
             return done + tf.cast(more, tf.int32), more, logs, waited + seconds
 
         def run(data: Structure, logs: Logs) -> Logs:
@@ -502,6 +518,21 @@ class SynchronousEngine(Engine):
 
     def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
         return function.run_batch(batch) if isinstance(function, Execution) else function(iter([batch]))
+
+    def own_step_ms(self, model: keras.Model, steps: int) -> Mapping[str, float]:
+        own_time, function = self.strategy.own_time, model.train_function
+        if own_time is None or self.ranks is None or self.ranks.size == 1:
+            return {}
+        seconds = own_time.take()
+        if not steps:
+            return {}
+        ms = 1000 * seconds / steps
+        gathered = self.ranks.gather(ms)[:, 0]
+        if not np.isfinite(gathered).all():
+            return {}
+        if isinstance(function, Execution):
+            function.measured.add("perf/own_step_ms", ms)
+        return dict(zip(self.ranks.names, gathered.tolist(), strict=True))
 
     def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
         """Implements `Engine.epoch_logs`. Reads variables in the logs now, because validation would change them before callbacks receive the logs."""

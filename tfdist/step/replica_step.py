@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Function, Logs, Step, Structure
+from tfdist.collectives import own_time
 from tfdist.compat import keras_internals
 from tfdist.errors import ConfigError
 from tfdist.replicas import batch_splitting, equal_weights, step_context
@@ -115,7 +116,14 @@ class ReplicaStep:
             return self._run(
                 data, examples, lambda: counts[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, counts)[0], None
             )
-        sums = context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+        sums = own_time.leave_out_wait(
+            context.strategy, counts, lambda: context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
+        )
+        if own_time.own_time_of(
+            context.strategy
+        ):  # the step waits for `sums`, so that this wait does not overlap with its work
+            with tf.control_dependencies([sums]):
+                data = tf.nest.map_structure(lambda v: None if v is None else tf.identity(v), data)
         return self._run(
             self._check_batch_norm_has_examples(data, sums[1]), examples, lambda: counts[0] / sums[0], None
         )

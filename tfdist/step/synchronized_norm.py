@@ -8,6 +8,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Function, Structure
+from tfdist.collectives import own_time
 from tfdist.compat import keras_internals
 from tfdist.replicas import step_context
 
@@ -21,7 +22,12 @@ def synchronize_moments(model: keras.Model) -> None:
     """
     for layer in keras_internals.layers(model):
         if getattr(layer, "synchronized", False) and not keras_internals.has_replaced_moments(layer):
-            keras_internals.replace_moments(layer, functools.partial(_moments, keras_internals.moments(layer)))
+            keras_internals.replace_moments(layer, functools.partial(_timed_moments, keras_internals.moments(layer)))
+
+
+def _timed_moments(moments: Function, inputs: tf.Tensor, mask: Structure) -> Structure:
+    """Returns the moments; the wait for the other tasks' moments does not count as this task's own time."""
+    return own_time.leave_out_wait(tf.distribute.get_strategy(), inputs, lambda: _moments(moments, inputs, mask))
 
 
 def _moments(moments: Function, inputs: tf.Tensor, mask: Structure) -> Structure:

@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Structure
+from tfdist.collectives import own_time
 from tfdist.collectives.communicator import Communicator, InProcessCommunicator, communicator_for
 from tfdist.compat import keras_internals, keras_losses
 from tfdist.compat.tf_internals import num_replicas, regroup
@@ -286,7 +287,10 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
 
     def gather(strategy: tf.distribute.Strategy, values: Structure, step: tf.Tensor) -> Structure:
         local = strategy.experimental_local_results
-        return regroup(tuple(_group(strategy).gather(list(local(values)), local(step)[0])))
+        gathered = own_time.leave_out_wait(
+            strategy, values, lambda: _group(strategy).gather(list(local(values)), local(step)[0])
+        )
+        return regroup(tuple(gathered))
 
     if step.position is None:
         counts = context.merge_call(gather, args=(own_count[tf.newaxis], number))

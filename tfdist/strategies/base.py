@@ -16,7 +16,9 @@ import tensorflow as tf
 
 from tfdist.aliases import Function, Structure
 from tfdist.cluster.spec import ClusterSpec, ClusterTask
+from tfdist.collectives import own_time
 from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.own_time import OwnTime
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
 from tfdist.config import StrategyConfig, StrategyTraits
 from tfdist.replicas import declared_weights, random_seeds
@@ -57,6 +59,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     trainer: Trains | None = None
     flags: tf.Variable | None = None
     gauges: Sequence[tf.Variable] = ()
+    own_time: OwnTime | None = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
@@ -224,7 +227,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             return tf.convert_to_tensor(local(value)[0])
         if axis == 0 and all(v.shape.rank == 0 for v in local(value)):
             axis = None
-        return super().reduce(reduce_op, value, axis)
+        return own_time.leave_out_wait(self, value, lambda: super(KerasStrategy, self).reduce(reduce_op, value, axis))
 
 
 class UniqueCollectiveKeys:

@@ -19,6 +19,7 @@ from tfdist.data import python_items, worker_rows
 from tfdist.engine import Engine
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard, compression_report
+from tfdist.monitoring.slow_tasks import SlowTasks
 from tfdist.runtime.log import logger
 from tfdist.runtime.progress import Progress
 from tfdist.training import (
@@ -181,6 +182,7 @@ def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -
     return [
         *([_NonFiniteStop()] if stops else []),  # raises before a callback saves weights that are not finite
         synchronize,  # before any callback reads the model
+        SlowTasks(context.engine, context.is_chief),  # before TensorBoard, which writes what it measures
         *own,
         agree,  # after the last one that may stop the training, or change the learning rate
         *callback_kinds.guard_log_files(own),  # once the loggers have opened their files

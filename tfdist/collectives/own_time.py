@@ -1,0 +1,145 @@
+"""The own time of a task: from the end of an execution until the gradients of the next step are ready, without waits for other tasks.
+
+All workers end a step together, so their step times are equal, whoever is slow. Own times differ.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any, TypeVar
+
+import tensorflow as tf
+
+from tfdist.aliases import Structure
+from tfdist.compat import tf_cluster, tf_internals
+from tfdist.strategy import as_ours
+
+_Result = TypeVar("_Result")
+_host = threading.local()  # a wait of another thread does not delay this one
+
+
+@contextlib.contextmanager
+def waiting() -> Iterator[None]:
+    """Marks a wait of this thread's Python code for other tasks, which no own time includes."""
+    begun = time.perf_counter()
+    try:
+        yield
+    finally:
+        _host.seconds = _waited() + time.perf_counter() - begun
+
+
+def _waited() -> float:
+    """Returns the seconds that this thread has waited for other tasks so far."""
+    return getattr(_host, "seconds", 0.0)
+
+
+class OwnTime:
+    """The own time of this task, summed over the steps of training since the last `take`.
+
+    Python's clock measures the time between two executions: callbacks, and input that Python code reads. TensorFlow's clock
+    measures each step: from its begin until all gradients of this process are ready, without collectives that the step waits for.
+    A step that applies several optimizers is measured until the first one's gradients.
+
+    Attributes:
+        seconds: The part that steps have measured, a variable.
+    """
+
+    def __init__(self) -> None:
+        with tf.init_scope(), tf.device("CPU:0"):
+            # Not a variable of the strategy, in whose scope this may be.
+            self.seconds = tf_cluster.ResourceVariable(0.0, dtype=tf.float64, trainable=False, name="own_seconds")
+        self._between = 0.0  # seconds between executions
+        self._ended: tuple[float, float] | None = None  # time and waits at the end of the last execution
+        self._begun: tf.Tensor | None = (
+            None  # the begin of the step that is being traced; None once its gradients are ready
+        )
+        self._waits: list[tf.Tensor] = []  # the waits of that step so far
+
+    def execute(self, execution: Callable[[], _Result], trains: bool) -> _Result:
+        """Runs an execution and returns its result; measures the time since the last one if both train."""
+        ended, self._ended = self._ended, None
+        if trains and ended is not None:
+            self._between += time.perf_counter() - ended[0] - (_waited() - ended[1])
+        result = execution()
+        if trains:
+            self._ended = time.perf_counter(), _waited()
+        return result
+
+    def skip(self) -> None:
+        """Leaves out the time until the next execution, such as the end of an epoch."""
+        self._ended = None
+
+    def take(self) -> float:
+        """Returns the seconds since the last call; NaN if no step was measured."""
+        seconds, between = float(self.seconds.numpy()), self._between
+        self.seconds.assign(0.0)
+        self._between = 0.0
+        return seconds + between if seconds > 0 else float("nan")
+
+    @contextlib.contextmanager
+    def step(self) -> Iterator[None]:
+        """Measures the step that is traced, or runs eagerly, within the context. With deterministic operations TensorFlow has no clock."""
+        self._waits = []
+        self._begun = None if tf_internals.is_op_determinism_enabled() else tf.timestamp()
+        try:
+            yield
+        finally:
+            self._begun = None
+
+    @property
+    def is_measuring(self) -> bool:
+        """True within a step whose gradients are not ready yet."""
+        return self._begun is not None
+
+    def wait(self, value: Structure, collective: Callable[[], _Result]) -> _Result:
+        """Returns the result of a collective; leaves out the time between `value`, its input, and the result.
+
+        Replicas of one process wait together, so the wait of the first one counts.
+        """
+        if self._begun is None:
+            with waiting() if tf.executing_eagerly() else contextlib.nullcontext():
+                return collective()
+        context = tf.distribute.get_replica_context()  # outside of all strategies it is that of the default strategy
+        ours = as_ours(context.strategy) if context else None
+        if ours and tf.get_static_value(context.replica_id_in_sync_group) != ours.local_replicas[0]:
+            return collective()
+        begun = _time_of(value)
+        result = collective()
+        self._waits.append(_time_of(result) - begun)
+        return result
+
+    def on_gradients(self, strategy: tf.distribute.Strategy, grads: Any) -> None:
+        """Adds the time of the step until the gradients of all replicas of this process are ready. In cross-replica context."""
+        if self._begun is None:
+            return
+        seconds = _time_of([strategy.experimental_local_results(grad) for grad in grads]) - self._begun
+        self._begun = None
+        self.seconds.assign_add(tf.add_n([seconds, *(-wait for wait in self._waits)]), read_value=False)
+
+
+def _time_of(values: Structure) -> tf.Tensor:
+    """Returns the time at which all of the values are ready."""
+    tensors = [value for value in tf.nest.flatten(values, expand_composites=True) if isinstance(value, tf.Tensor)]
+    with tf.control_dependencies(tensors):
+        return tf.timestamp()
+
+
+def own_time_of(strategy: object) -> OwnTime | None:
+    """Returns the own time that a strategy measures; None if it has no other task to wait for."""
+    ours = as_ours(strategy)
+    return ours.own_time if ours else None
+
+
+def leave_out_wait(strategy: object, value: Structure, collective: Callable[[], _Result]) -> _Result:
+    """Returns the result of a collective in a step, whose wait does not count as this task's own time.
+
+    Args:
+        strategy: The strategy of the step.
+        value: The input of the collective.
+        collective: Runs the collective.
+    """
+    own_time = own_time_of(strategy)
+    return own_time.wait(value, collective) if own_time else collective()
