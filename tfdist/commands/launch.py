@@ -28,18 +28,20 @@ from tfdist.runtime import process_end
 if __name__ == "__main__":
     process_end.before_imports()
 
-from tfdist.cluster import local_cluster
+from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
 from tfdist.cluster.resolvers import hosts
+from tfdist.cluster.spec import split_address
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
-from tfdist.errors import ConfigError, collect_errors, format_value, printable_lines
+from tfdist.errors import ClusterError, ConfigError, collect_errors, format_value, printable_lines
 from tfdist.launch import chaos
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.rounds import Rounds
 from tfdist.launch.sizes import JOIN_SECONDS, Sizes
 from tfdist.runtime.log import logger, print_always
 
 _MOST = 10_000  # tasks; more are a mistake
-_OF_HOSTS = (*cluster_lib.FLAGS, "workers_per_host")
+_OF_HOSTS = (*cluster_lib.FLAGS, "workers_per_host", "nnodes")
 # Flags of a cluster on this machine, with the remedy for a cluster of hosts.
 _OF_THIS_MACHINE = {
     "workers": "each host gets --workers_per_host=N tasks, 1 by default",
@@ -58,6 +60,9 @@ def main(argv: Sequence[str]) -> int:
             return 0
         launcher = _launcher(values, command)
         return launcher.run()
+    except ClusterError as e:
+        logger.error(e)
+        return 1
     except (ConfigError, flags.Error) as e:
         print(printable_lines(e), file=sys.stderr)
         return 2
@@ -95,6 +100,12 @@ def _flags() -> flags.FlagValues:
         "Number of training tasks of each host of --hosts, at consecutive ports. Default: 1, or the slots of --hostfile.",
         lower_bound=1,
         upper_bound=_MOST,
+        flag_values=values,
+    )
+    flags.DEFINE_string(
+        "nnodes",
+        "",
+        "MIN:MAX, as 1:3: the number of hosts that train. If a host is lost, the job continues on the others. Default: all hosts.",
         flag_values=values,
     )
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
@@ -137,7 +148,9 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
         raise ConfigError(faults)
     with collect_errors(faults):
         if has_hosts:
-            cluster, here = hosts.local_tasks(**{name: values[name].value for name in _OF_HOSTS})
+            cluster, here = hosts.local_tasks(**{name: values[name].value for name in _OF_HOSTS[:-1]})
+            if values.nnodes:
+                limits["rounds"] = _rounds(values, cluster, here)
         else:
             workers = cluster_lib.worker_range(values.workers, "--workers")
             cluster, here = local_cluster(workers.most, values.ps), None
@@ -151,6 +164,38 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
                 command, cluster, values.log_dir, fresh_ports=not has_hosts, here=here, chaos=events, **limits
             )
     raise ConfigError(faults)
+
+
+def _rounds(values: flags.FlagValues, cluster: ClusterSpec, here: Sequence[TaskSpec]) -> Rounds:
+    """Returns the starts of an elastic job on several hosts.
+
+    Raises:
+        ConfigError: The hosts, or their numbers of tasks, do not suit; the error lists every problem.
+    """
+    by_host: dict[str, list[str]] = {}
+    for address in cluster.jobs.get("worker", ()):
+        by_host.setdefault(split_address(address)[0].lower(), []).append(address)
+    nodes = cluster_lib.worker_range(values.nnodes, "--nnodes")
+    faults = []
+    if cluster.jobs.get("ps"):
+        faults.append("--nnodes is for synchronous workers: leave it out, or leave out --ps_hosts.")
+    if nodes.most > len(by_host):
+        faults.append(f"--nnodes must be at most the number of hosts, {len(by_host)}. Received: {values.nnodes}.")
+    if len({len(addresses) for addresses in by_host.values()}) > 1:
+        faults.append(
+            "--nnodes needs as many tasks on each host: give all hosts the same slots, or use --workers_per_host."
+        )
+    if faults:
+        raise ConfigError(faults)
+    groups = list(by_host.values())
+    workers = nodes.most * len(groups[0])
+    if values.replicas % workers:
+        raise ConfigError(
+            f"--replicas must be a multiple of the largest number of workers, {workers}. Received: {values.replicas}."
+        )
+    own = {cluster.address(task) for task in here}
+    me = next(index for index, group in enumerate(groups) if own & set(group))
+    return Rounds(groups, me, *nodes, values.replicas or workers, values.join_seconds)
 
 
 def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
@@ -182,7 +227,9 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
 
 def _elastic_faults(values: flags.FlagValues, workers: cluster_lib.WorkerRange) -> Iterator[str]:
     if not workers.is_elastic:
-        if unsuited := [f"--{name}" for name in ("replicas", "join_seconds") if values[name].present]:
+        if not values.nnodes and (
+            unsuited := [f"--{name}" for name in ("replicas", "join_seconds") if values[name].present]
+        ):
             yield f"{', '.join(unsuited)}: only for an elastic job; leave it out, or give a range, such as --workers=1:4."
     elif values.ps:
         yield (

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pathlib
 import selectors
 import signal
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO
 
 from tfdist.cluster import ClusterSpec, TaskSpec, local
+from tfdist.launch.agreement import Done
 from tfdist.launch.chaos import Chaos
 from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
@@ -25,6 +27,7 @@ from tfdist.launch.process import (
     task_environ,
 )
 from tfdist.launch.restart_policy import RestartPolicy, why_final
+from tfdist.launch.rounds import Rounds, Start
 from tfdist.launch.sizes import Sizes
 from tfdist.launch.warm import WarmSpare
 from tfdist.runtime import late_removal, process_end, progress
@@ -62,6 +65,7 @@ class Launcher:
             restarts its own tasks: the other launchers' tasks fail when they lose these, and all tasks wait for each other at the start.
         sizes: The number of workers of an elastic job, which continues with fewer workers after one was killed, and with more after
             a backup. Only for synchronous workers that all run on this machine. None means always as many as `cluster` has.
+        rounds: The starts of an elastic job on several hosts. None means that the hosts do not change.
         chaos: The events that happen to the tasks, as a test of the job. None means none.
         warm: Whether to fork tasks from a process that has imported TensorFlow and Keras, where that is possible (`WarmSpare`).
 
@@ -93,6 +97,7 @@ class Launcher:
         must_finish: bool = False,
         here: Sequence[TaskSpec] | None = None,
         sizes: Sizes | None = None,
+        rounds: Rounds | None = None,
         chaos: Chaos | None = None,
         warm: bool = False,
     ):
@@ -103,9 +108,9 @@ class Launcher:
         self._specs = cluster.tasks() if here is None else list(here)
         self._log_dir = pathlib.Path(log_dir)
         self._environ = dict(os.environ if environ is None else environ)
-        self._sizes = sizes
-        if sizes:
-            self._environ[progress.REPLICAS] = str(sizes.replicas)
+        self._sizes, self._rounds = sizes, rounds
+        if elastic := sizes or rounds:
+            self._environ[progress.REPLICAS] = str(elastic.replicas)
         self._grace_seconds = grace_seconds
         self._output = LauncherOutput(output, log_dir)
         self._tasks: list[TaskProcess] = []
@@ -118,7 +123,9 @@ class Launcher:
         self._preempted = self._is_growing = False
         self._knows_backups = here is None or cluster.chief in here  # only the chief reports them
         self._saved: int | None = 0  # the step of the last backup; None if unknown
-        self._last_preemption_step = -1
+        self._last_preemption_step = self._last_break_step = -1
+        self._why = ""  # this host's tasks start again
+        self._code: int | None = None  # of the job, as launchers of other hosts tell it
         self._chaos = chaos or Chaos()
         self.restarts = RestartPolicy(max_restarts)
         # Without restarts, one task starts no sooner.
@@ -143,14 +150,12 @@ class Launcher:
                     Guardian(self._progress) as self._guardian,
                     self._spare() as self._warm,
                     EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
+                    self._rounds or contextlib.nullcontext(),
                 ):
                     self._evaluator.is_over = not self._has_evaluator
                     servers = [spec for spec in self._specs if self._is_server(spec)]
                     self._output.start_table(self._specs + self._evaluator.waiting, servers, self._progress)
-                    self._run_once()
-                    while self._restart and not self._signals:
-                        self._wait()
-                        self._renew_cluster()
+                    for _ in self._starts():
                         self._run_once()
                     if not self._preempted and self.failure is None:
                         self._evaluator.finish(lambda: bool(self._signals), self._refresh)
@@ -173,14 +178,63 @@ class Launcher:
             return process_end.PREEMPTED
         if self._signals:
             return 128 + self._signals[0]
-        return self.failure.status if self.failure else 0
+        return self.failure.status if self.failure else self._code or 0
 
-    def _renew_cluster(self) -> None:
-        if self._sizes:
-            self._cluster = local.local_cluster(self._sizes.workers)
-            self._specs = self._cluster.tasks()
-        elif self._fresh_ports:  # another program may have taken a port
-            self._cluster = local.on_free_ports(self._cluster)
+    def _starts(self) -> Iterator[None]:
+        """Yields before each start of the tasks, with their cluster set."""
+        if self._rounds:
+            yield from self._starts_on_hosts(self._rounds)
+            return
+        yield
+        while self._restart and not self._signals:
+            self._wait()
+            if self._sizes:
+                self._cluster = local.local_cluster(self._sizes.workers)
+                self._specs = self._cluster.tasks()
+            elif self._fresh_ports:  # another program may have taken a port
+                self._cluster = local.on_free_ports(self._cluster)
+            yield
+
+    def _starts_on_hosts(self, rounds: Rounds) -> Iterator[None]:
+        while isinstance(start := rounds.next_cluster(self._is_stopped, self.restarts.total), Start):
+            self._cluster, self._specs, self.restarts.total = start.cluster, start.here, start.restarts
+            yield
+            if self._signals or self.failure or self._code is not None:
+                break
+            if not self._restart:
+                rounds.ended(0)
+                while not rounds.all_ended() and not self._restart and not self._is_stopped():
+                    self._look_at_hosts(rounds)
+                if not self._restart and rounds.leads:
+                    break
+            if self._restart:
+                rounds.failed(self._why, self._saved)
+                self._wait()
+        else:
+            self._code = start.code if isinstance(start, Done) else None
+        code = self._exit_code()
+        if rounds.leads or not self._signals:  # on a signal to this launcher the job continues on the other hosts
+            rounds.ended(code, str(self.failure or "")) if code else rounds.finish(0)
+
+    def _look_at_hosts(self, rounds: Rounds) -> None:
+        """Ends the tasks if another host's launcher starts the job again, or ends it."""
+        if self._signals or self._kill_at < float("inf") or not (interruption := rounds.interruption()):
+            return
+        self._why, self._restart = interruption.why, interruption.code is None
+        if self._restart:
+            self._saved = self._saved if interruption.saved is None else interruption.saved
+            self.restarts.resized()
+            self._output.say(
+                f"{interruption.why}; starting again on the hosts that are there, from {self._from_where()}"
+            )
+        else:
+            self._code = interruption.code
+            self._output.say(f"{interruption.why}; ending all tasks")
+        self._end(signal.SIGKILL, 0.0)
+
+    def _is_stopped(self) -> bool:
+        self._refresh()
+        return bool(self._signals)
 
     def _run_once(self) -> None:
         """Starts all tasks, and returns when all have ended."""
@@ -233,6 +287,8 @@ class Launcher:
                 self._forward_output(key.data)
             self._refresh()
             self._grow()
+            if self._rounds:
+                self._look_at_hosts(self._rounds)
             # After Ctrl-C tracebacks contain nothing new, and a task may take seconds to end, because its peers do not answer.
             for task in self._running if signal.SIGINT not in self._signals else ():
                 self._output.release_expired(task)
@@ -321,7 +377,9 @@ class Launcher:
             # Without progress since the last preemption this end counts as a failure.
             free = (done or 0) > self._last_preemption_step
             self._last_preemption_step, self._preempted = done or 0, True
-            self._restart = self.restarts.limit > 0 and (free or not self.restarts.failed(done))
+            may_restart = self.restarts.limit > 0 or self._rounds is not None
+            self._restart = may_restart and (free or not self.restarts.failed(done))
+            self._why = f"{task.spec} ended after SIGTERM"
             then = f"; starting again from {self._from_where()}" if self._restart else ""
             self._output.say(f"{task.spec} ended after SIGTERM at step {done or 0}{then}")
             self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
@@ -335,11 +393,10 @@ class Launcher:
         done, self._saved = self._steps(task)
         lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
         final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved or 0, failure.reason)
-        killed = failure.exit_code < 0
-        if self._sizes and killed and not final and self._sizes.lost(done, self.restarts.is_left):
+        self._why = lost
+        if not final and (size := self._other_size(failure, done)):
             self.restarts.resized()
             self._output.release(task)
-            size = f"{self._sizes.workers} of {self._sizes.most} workers"
             self._output.say(f"{lost}; continuing with {size} from {self._from_where()}. Full output: {task.log_path}")
             self._restart = True
             self._end(signal.SIGKILL, 0.0)
@@ -371,18 +428,28 @@ class Launcher:
         self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
         self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # after a failure tasks save nothing
 
+    def _other_size(self, failure: Failure, done: int | None) -> str:
+        """Returns the workers with which an elastic job continues after a loss; empty if it does not, or with as many."""
+        if self._sizes and failure.exit_code < 0 and self._sizes.lost(done, self.restarts.is_left):
+            return f"{self._sizes.workers} of {self._sizes.most} workers"
+        if self._rounds and failure.is_of_another and (done or 0) > self._last_break_step:
+            self._last_break_step = done or 0  # without progress since, the next such end counts as a failure
+            return "the hosts that are there,"
+        return ""
+
     def _grow(self) -> None:
-        """Ends the tasks of an elastic job after a backup, so that they save and start again with all workers."""
-        if not self._sizes or self._sizes.is_full or self._signals or self._kill_at < float("inf"):
+        """Ends the tasks of an elastic job after a backup, so that they save and start again with more workers."""
+        elastic = self._sizes or self._rounds
+        if not elastic or elastic.is_full or self._signals or self._kill_at < float("inf"):
             return
         reports = [steps for spec in self._specs if (steps := progress.read(self._progress, spec.name))]
-        if reports and self._sizes.should_grow(saved := max(steps.saved for steps in reports)):
-            before = self._sizes.workers
-            self._sizes.grow()
+        if reports and elastic.should_grow(saved := max(steps.saved for steps in reports)):
+            before = elastic.workers
+            elastic.grow()
             self.restarts.resized()
-            self._output.say(
-                f"the backup of step {saved} is complete; starting again with {self._sizes.workers} workers instead of {before}"
-            )
+            self._why = "the job grows"
+            size = f"with {elastic.workers} workers instead of {before}" if self._sizes else "on more hosts"
+            self._output.say(f"the backup of step {saved} is complete; starting again {size}")
             self._restart = self._is_growing = True
             self._end(signal.SIGTERM, self._grace_seconds)
 

@@ -37,6 +37,9 @@ _STACK_LINE = re.compile(
 )  # the lines that faulthandler writes
 # The message of `training.lost_workers`.
 _BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained with it")
+_LOST_ANOTHER = re.compile(
+    r"has ended while \w+:\d+ trained with it|waits for \w+:\d+ at |the connection between \w+:\d+ and "
+)
 _COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
 _PYTHON_WARNING = re.compile(rb"(?P<file>.+?):(?P<line>\d+): (?:\w+\.)*\w*Warning: ")
 _LOGGED_WARNING = re.compile(rb"WARNING:[\w.]+:|W\d{4} [\d:.]+ +\d+ \S+\.py:\d+\] (?P<text>.*)")
@@ -241,6 +244,11 @@ class Failure:
         return (
             self.exit_code if self.exit_code > 0 else 128 - self.exit_code if self.exit_code else 1
         )  # exit code 0 before the end of the training is a failure, too
+
+    @property
+    def is_of_another(self) -> bool:
+        """Whether the task ended because it had lost another task."""
+        return self.exit_code == 1 and bool(_LOST_ANOTHER.search(self.reason))
 
     def remedy(self, saved: int | None) -> str:
         """Returns how to continue after a process was killed or left its `fit`, or an empty text; `saved` is the last backup's step."""

@@ -3,12 +3,21 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.launch.agreement import Agreement, Done, Interruption
 from tfdist.launch.launcher_lines import launcher_address
 
 _LEADER = 0
+
+
+class Start(NamedTuple):
+    """A start of this host's tasks: the cluster, the tasks to start here, and the restarts of the job so far."""
+
+    cluster: ClusterSpec
+    here: list[TaskSpec]
+    restarts: int
 
 
 class Rounds:
@@ -48,7 +57,7 @@ class Rounds:
     def __exit__(self, *error: object) -> None:
         self._agreement.__exit__(*error)  # type: ignore[arg-type]
 
-    def next_cluster(self, stop: Callable[[], bool], restarts: int) -> tuple[ClusterSpec, list[TaskSpec], int] | Done | None:
+    def next_cluster(self, stop: Callable[[], bool], restarts: int) -> Start | Done | None:
         """Waits for the next start of this host's tasks.
 
         Args:
@@ -56,7 +65,7 @@ class Rounds:
             restarts: The restarts of this host so far.
 
         Returns:
-            The cluster, the tasks to start here, and the restarts of the job; the end of the job; or None if `stop` returned True.
+            The start; the end of the job; or None if `stop` returned True.
 
         Raises:
             ClusterError: As `Agreement.next_round`.
@@ -68,7 +77,15 @@ class Rounds:
         own = set(self._hosts[self._me])
         here = [TaskSpec("worker", index) for index, address in enumerate(workers) if address in own]
         self.workers, self._saved = len(workers), None
-        return ClusterSpec({"worker": workers}), here, max(restarts, outcome.restarts)
+        return Start(ClusterSpec({"worker": workers}), here, max(restarts, outcome.restarts))
+
+    @property
+    def is_full(self) -> bool:
+        """Returns whether this launcher knows that no more hosts can be used."""
+        return not self.leads or self.workers == self.most_workers
+
+    def grow(self) -> None:
+        """Has no effect: the next start takes the hosts that are ready."""
 
     def interruption(self) -> Interruption | None:
         """Returns why this host's tasks must end now, or None."""
