@@ -147,7 +147,7 @@ def train(tmp_path, code, kills=True, **how):
 
 
 def test_a_run_that_continues_with_another_number_of_workers_counts_on(tmp_path):
-    train(tmp_path, 1, **{"strategy.replicas": 2})
+    train(tmp_path, 128 + signal.SIGKILL, **{"strategy.replicas": 2})
     before = goodput.read(tmp_path / "run/goodput.bin").seconds
     summary = train(tmp_path, 0, kills=False, **{"strategy.replicas": 2, "cluster.workers": 1})
     told, (_, second) = summary["goodput"], summary["sizes"]

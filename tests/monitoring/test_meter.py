@@ -65,7 +65,7 @@ def test_the_system_is_measured_as_by_the_kernel(plain):
     assert min(train["system/cpu_percent"]) > 0
     # Nothing is guessed: there are no supervisor, no compressor, no other process, no servers.
     groups = {tag.partition("/")[0] for tag in train if "/" in tag}
-    assert groups == {"perf", "system", "train"}
+    assert groups == {"cluster", "perf", "system", "train"}
 
 
 def test_processor_time_is_that_of_the_kernel():
