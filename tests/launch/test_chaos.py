@@ -211,7 +211,7 @@ def test_a_launcher_leaves_events_of_tasks_of_other_hosts_to_theirs(job):
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize(("seed", "restarts"), [(0, 3), (1, 3), (2, 3), (3, 1), (4, 0)])
+@pytest.mark.parametrize(("seed", "restarts"), [(0, 3), (1, 3), (2, 0), (3, 0), (7, 3)])
 def test_a_training_ends_with_the_same_weights_or_with_an_error(job, seed, restarts):
     flags = ["--workers=2", f"--max_restarts={restarts}"]
     assert job.run(TRAINING, *flags, "--log_dir=undisturbed") == 0, job.output()
