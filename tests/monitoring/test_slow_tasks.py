@@ -6,6 +6,8 @@ import io
 import json
 import os
 import statistics
+import sys
+import time
 
 import pytest
 
@@ -78,17 +80,33 @@ def test_the_slow_one_of_two_workers_is_named(tmp_path, options):
     found = curves(tmp_path / "curves")
     fast, slow = (statistics.median(ms for _, ms in found[run]["perf/own_step_ms"]) for run in ("train", "worker-1"))
     if options["slow"]:
-        assert slow >= 40 and slow > 1.5 * fast + 5, (fast, slow)
+        # Some batches are ready: they were prefetched at the end of an epoch, which does not count.
+        assert slow >= 30 / options.get("steps_per_execution", 1) and slow > 1.5 * fast + 5, (fast, slow)
         assert "worker:1 takes" in text and "times as long as the median" in text
     assert "worker:0 takes" not in text and (options["slow"] or "worker:1 takes" not in text)
 
 
 @pytest.mark.full
-def test_of_parameter_servers_the_chief_names_the_slow_worker(tmp_path):
-    command = fork_server.command("tests.multiprocess.slow_program", str(tmp_path), json.dumps({"slow": "worker"}))
-    with Roles(command, tmp_path / "roles", workers=2, ps=1) as roles:
-        assert roles.wait("chief:0", 300) == 0, roles.log("chief:0")
-        assert "worker:1 takes" in roles.log("chief:0")
-    train = curves(tmp_path / "curves")["train"]
-    fast, slow = (statistics.median(ms for _, ms in train[f"perf/own_step_ms/worker-{n}"]) for n in (0, 1))
-    assert slow >= 40 and slow > 1.5 * fast + 5, (fast, slow)
+@pytest.mark.parametrize(("chief", "ps"), [("worker:0", 0), ("chief:0", 1)])
+def test_a_worker_that_signals_stop_most_of_the_time_is_named(tmp_path, chief, ps):
+    # A program of its own: SIGSTOP to a forked one stops its client alone.
+    options = {"slow": "stopped", "data": "function", "width": 1024}
+    command = [sys.executable, "-m", "tests.multiprocess.slow_program", str(tmp_path), json.dumps(options)]
+    with Roles(command, tmp_path / "roles", workers=2, ps=ps) as roles:
+        ends = time.monotonic() + 300
+        while roles.processes[chief].poll() is None and time.monotonic() < ends:
+            for what, seconds in (("stop", 0.05), ("continue", 0.02)):
+                roles.send(what, "worker:1")
+                time.sleep(seconds)
+        assert roles.wait(chief, 60) == 0, roles.log(chief)
+        assert "worker:1 takes" in roles.log(chief) and "worker:0 takes" not in roles.log(chief)
+    found = curves(tmp_path / "curves")
+    fast, slow = (
+        statistics.median(ms for _, ms in values)
+        for values in (
+            [found["train"][f"perf/own_step_ms/worker-{n}"] for n in (0, 1)]
+            if ps
+            else [found[run]["perf/own_step_ms"] for run in ("train", "worker-1")]
+        )
+    )
+    assert slow > 1.5 * fast + 5, (fast, slow)

@@ -1,7 +1,7 @@
 """A training of which the last worker may be slow by 40 ms a step. Arguments: output folder, options as JSON.
 
-Options: `slow`, what sleeps ("callback", which only observes; "agreed callback"; "data"; "worker", under parameter servers; or nothing);
-`data`; `model`; and options of `compile`.
+Options: `slow`, what sleeps ("callback", which only observes; "agreed callback"; "data"; or nothing); `data`; `model`; `width`;
+and options of `compile`.
 """
 
 import json
@@ -13,8 +13,9 @@ import tfdist
 
 out, options = sys.argv[1], json.loads(sys.argv[2])
 slow, kind, of_model = (options.pop(name, "") for name in ("slow", "data", "model"))
+SECONDS, STEPS, BATCH, SIZE = 0.04, 10, 32, options.pop("width", 16)
 task = json.loads(os.environ["TF_CONFIG"])["task"]
-trainer = tfdist.Trainer("parameter_server" if slow == "worker" else "multi_worker_mirrored")
+trainer = tfdist.Trainer()  # by TF_CONFIG
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
@@ -22,7 +23,6 @@ import tensorflow as tf  # noqa: E402
 
 from tfdist.monitoring import TensorBoard  # noqa: E402
 
-SECONDS, STEPS, BATCH, SIZE = 0.04, 10, 32, 16
 IS_SLOW = bool(slow) and task == {"type": "worker", "index": 1}
 
 
@@ -38,7 +38,7 @@ def late(x, y):
     """A batch that comes late on the slow worker: one after the other, so that prefetching does not help."""
 
     def wait(value):
-        if IS_SLOW and slow in ("data", "worker"):
+        if IS_SLOW and slow == "data":
             time.sleep(SECONDS)
         return value
 
@@ -49,7 +49,12 @@ def late(x, y):
 
 def dataset(context=None):
     batch = context.get_per_replica_batch_size(BATCH) if context else BATCH
-    return tf.data.Dataset.from_tensor_slices((x, y)).repeat().batch(batch, drop_remainder=True).map(late)
+    return (
+        tf.data.Dataset.from_tensor_slices((x, y))
+        .repeat()
+        .batch(batch, drop_remainder=True)
+        .map(late if slow == "data" else lambda *both: both)
+    )
 
 
 def own(context):
@@ -64,14 +69,14 @@ data = {
     "dataset": {"x": dataset().take(STEPS)},
     "function": {"x": dataset, **steps},
     "own": {"x": own, **steps},
-}[kind or "function"]
+}[kind]
 layers = [keras.layers.BatchNormalization(synchronized=True)] * (of_model == "synchronized")
 EPOCHS = 26
 callbacks = [TensorBoard(os.path.join(out, "curves"), 10), Observer()]
 accumulation = options.pop("gradient_accumulation_steps", None)
 with trainer.scope():
-    model = keras.Sequential([keras.Input((SIZE,)), *layers, keras.layers.Dense(8), keras.layers.Dense(1)])
-    model.compile(keras.optimizers.SGD(1e-3, gradient_accumulation_steps=accumulation), "mse", **options)
+    model = keras.Sequential([keras.Input((SIZE,)), *layers, keras.layers.Dense(SIZE), keras.layers.Dense(1)])
+    model.compile(keras.optimizers.SGD(1e-5, gradient_accumulation_steps=accumulation), "mse", **options)
 if of_model == "step":
     optimizer = model.optimizer
 

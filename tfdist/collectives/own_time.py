@@ -52,6 +52,7 @@ class OwnTime:
             # Not a variable of the strategy, in whose scope this may be.
             self.seconds = tf_cluster.ResourceVariable(0.0, dtype=tf.float64, trainable=False, name="own_seconds")
         self._between = 0.0  # seconds between executions
+        self._executions = self._gaps = 0  # executions, and those before which the time was measured
         self._ended: tuple[float, float] | None = None  # time and waits at the end of the last execution
         self._begun: tf.Tensor | None = (
             None  # the begin of the step that is being traced; None once its gradients are ready
@@ -61,7 +62,9 @@ class OwnTime:
     def execute(self, execution: Callable[[], _Result], trains: bool) -> _Result:
         """Runs an execution and returns its result; measures the time since the last one if both train."""
         ended, self._ended = self._ended, None
+        self._executions += trains
         if trains and ended is not None:
+            self._gaps += 1
             self._between += time.perf_counter() - ended[0] - (_waited() - ended[1])
         result = execution()
         if trains:
@@ -75,8 +78,10 @@ class OwnTime:
     def take(self) -> float:
         """Returns the seconds since the last call; NaN if no step was measured."""
         seconds, between = float(self.seconds.numpy()), self._between
+        if self._gaps:  # short epochs have few gaps
+            between *= self._executions / self._gaps
         self.seconds.assign(0.0)
-        self._between = 0.0
+        self._between, self._executions, self._gaps = 0.0, 0, 0
         return seconds + between if seconds > 0 else float("nan")
 
     @contextlib.contextmanager
