@@ -3,7 +3,8 @@
 Options: `save_freq`; `kills`, for each life a list [rank, moment, number]: the process of that rank kills itself at the
 number-th time of that moment in that life, which is "step" (its end), "test" (a step of validation), "part" (about to write
 its part), "torn" (half of its part is written), "upload" (about to upload a file), "written" (its part is written) or "manifest"
-(about to write it; the chief alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`; `signal` in place of SIGKILL;
+(about to write it; the chief alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`;
+`signal` in place of SIGKILL, after which the chief's steps are slow if another task got it; `suspended`: for how many seconds the chief is then suspended;
 `bucket_bytes` of each life; `folder` of the backups in place of `backup` in the output folder, in which `{rank}` stands for the rank.
 """
 
@@ -12,6 +13,7 @@ import json
 import os
 import pathlib
 import signal
+import subprocess
 import sys
 import time
 
@@ -59,16 +61,27 @@ class Deaths:
         plan = options.get("kills", [])
         self.who, self.moment, self.left = plan[LIFE] if len(plan) > LIFE else (None, None, 0)
 
+        self.pause = 0.0
         self.mine = self.who == RANK or (isinstance(self.who, str) and RANK == 0)
 
     def at(self, moment):
         if self.mine and moment == self.moment:
+            time.sleep(self.pause)
             self.left -= 1
             if self.left == 0:
                 pid = (
                     int(pathlib.Path(out, f"pid-{self.who}").read_text()) if isinstance(self.who, str) else os.getpid()
                 )
-                os.kill(pid, options.get("signal", signal.SIGKILL))
+                if options.get("suspended"):
+                    wake = f"sleep {options['suspended']}; kill -CONT {os.getpid()}"
+                    subprocess.Popen(["sh", "-c", wake])
+                    os.kill(pid, signal.SIGTERM)
+                    os.kill(os.getpid(), signal.SIGSTOP)
+                else:
+                    os.kill(pid, options.get("signal", signal.SIGKILL))
+                if "signal" in options:  # the chief trains on until the task's message arrives; it must not end before
+                    self.pause = 0.0 if pid == os.getpid() else 0.1
+                    return
                 ends = time.monotonic() + 60  # for the launcher to notice it, or the training might end before
                 while pid != os.getpid() and progress.restarts() == LIFE and time.monotonic() < ends:
                     time.sleep(0.05)

@@ -70,11 +70,9 @@ def serve(
     silent = reachability.SilentTasks(cluster, task)
     # A refused connection means that the chief has ended; no answer at all, that it is busy or its host is gone.
     while misses < _MAX_MISSES and max(silent.seconds.values(), default=0.0) < start_timeout:
-        if preemption.requested and not notified:
-            notified = True
-            if task.type == "ps":
-                announce_preemption(cluster, task)
-        time.sleep(_POLL_SECONDS_IF_PREEMPTED if notified else _POLL_SECONDS)
+        if preemption.requested and not notified:  # again until it arrives: a chief that is suspended takes no message
+            notified = task.type != "ps" or announce_preemption(cluster, task)
+        time.sleep(_POLL_SECONDS_IF_PREEMPTED if preemption.requested else _POLL_SECONDS)
         stacks.answer_request()
         reason = reachability.unreachable_reason(cluster.address(cluster.chief))
         misses = misses + 1 if reason in reachability.ENDED else 0
@@ -88,12 +86,14 @@ def serve(
     else:
         logger.info(f"{task} ends with exit code {code}, like the chief")
     del server
+    process_end.exit_code = code
+    stacks.remove_files()
     process_end.end(code)  # TensorFlow's server cannot be stopped
 
 
-def announce_preemption(cluster: ClusterSpec, task: TaskSpec) -> None:
-    """Notifies the chief's `PreemptionListener` that this task was preempted. Does nothing if the chief cannot be reached."""
-    _send(cluster, cluster.chief, _PREEMPTION_QUEUE, str(task))
+def announce_preemption(cluster: ClusterSpec, task: TaskSpec) -> bool:
+    """Notifies the chief's `PreemptionListener` that this task was preempted. Returns whether the chief has received it."""
+    return _send(cluster, cluster.chief, _PREEMPTION_QUEUE, str(task))
 
 
 class PreemptionListener:
@@ -136,10 +136,12 @@ def read_exit_code(cluster: ClusterSpec, task: TaskSpec) -> int | None:
     return None
 
 
-def _send(cluster: ClusterSpec, task: TaskSpec, name: str, text: str) -> None:
-    """Puts a text into a task's queue; does nothing if the task cannot be reached."""
+def _send(cluster: ClusterSpec, task: TaskSpec, name: str, text: str) -> bool:
+    """Puts a text into a task's queue; returns whether the task has answered within some seconds."""
     with contextlib.suppress(tf.errors.OpError), _session_on(cluster, task) as session:
         session.run(tf.raw_ops.QueueEnqueueV2(handle=_queue(name), components=[tf.constant(text)]))
+        return True
+    return False
 
 
 @contextlib.contextmanager

@@ -60,7 +60,8 @@ class Ring:
         if self._map is not None or not (folder := stacks.folder()):
             return
         with contextlib.suppress(OSError, ValueError):
-            descriptor = open_own(pathlib.Path(folder, f"{task}{SUFFIX}"), os.O_RDWR)
+            descriptor = open_own(path := pathlib.Path(folder, f"{task}{SUFFIX}"), os.O_RDWR)
+            stacks.remove_at_end(path)
             try:
                 # A shorter file would end a reader that has mapped it, or this process. Blocks are reserved: on a full disk a write would be a SIGBUS.
                 size = len(_MAGIC) + LENGTH * _FORM.size

@@ -6,6 +6,7 @@ do not run. `tfdist stacks` finds the file and sends the signal; a task on anoth
 
 from __future__ import annotations
 
+import atexit
 import contextlib
 import faulthandler
 import json
@@ -23,6 +24,7 @@ from typing import NamedTuple
 
 import psutil
 
+from tfdist.runtime import process_end
 from tfdist.runtime.files import open_own, write_file
 
 FOLDER = "TFDIST_LOGS"  # the environment variable with the folder of the tasks' logs
@@ -49,6 +51,7 @@ _BUILDING = f"{_PACKAGE}step{os.sep}model_building"
 _TRACING = f"{os.sep}tensorflow{os.sep}python{os.sep}framework{os.sep}func_graph.py"
 _SAVING_LIBRARIES = (f"{os.sep}keras{os.sep}src{os.sep}saving{os.sep}", "checkpoint_management", "saved_model")
 
+to_remove: list[pathlib.Path] = []  # this process's files, which a process that ends well removes
 default_folder = ""  # the folder without that variable: of `tfdist train`, which knows its work directory
 _file = -1  # the descriptor of this process's file; it stays open
 _name = ""
@@ -85,8 +88,24 @@ def listen(task: str) -> None:
         header = {**fields, "started": psutil.Process().create_time()}
         os.write(descriptor, f"{json.dumps(header)}\n".encode())
         _file = descriptor
+        remove_at_end(path)
         if not own:
             faulthandler.register(SIGNAL, file=_file, all_threads=True)
+
+
+def remove_at_end(path: pathlib.Path) -> None:
+    """Registers a file of this process that nobody needs once the process has ended well."""
+    if not to_remove:
+        atexit.register(remove_files)
+    to_remove.append(path)
+
+
+def remove_files() -> None:
+    """Removes the registered files, unless this process fails."""
+    if not process_end.expected_exit_code():
+        for path in to_remove:
+            with contextlib.suppress(OSError):
+                path.unlink()
 
 
 def answer_request() -> None:
