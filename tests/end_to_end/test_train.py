@@ -179,7 +179,7 @@ def test_main_job_writes_scalars_by_epoch_and_by_step(main_job):
         "comm/gradient_bytes_per_step",
         "faults/restarts",
     }
-    perf |= {"system/rss_bytes", "system/cpu_percent", "perf/input_wait_ms"}
+    perf |= {"system/rss_bytes", "system/cpu_percent", "perf/input_wait_ms", "perf/own_step_ms"}
     names = ("loss", "accuracy", "learning_rate")
     own = perf | {"faults/lost_steps", "goodput/productive", "cluster/workers"}
     own |= {f"goodput_seconds/{part}" for part in summary["goodput"]["seconds"]}
