@@ -461,7 +461,7 @@ def test_a_stopped_launcher_holds_up_nobody_and_joins_again_when_it_continues(en
     leader.report("failed", why="worker:0 lost")
     assert meet(leader) == [Round(2, (0, 2))]
     stopped.signal(signal.SIGCONT)
-    stopped.until("has opened round 2")
+    stopped.until("has opened round 2|has ended round 1")
     until(leader.newcomers)
     assert leader.newcomers() == (1,)
     leader.report("failed", why="the job grows")

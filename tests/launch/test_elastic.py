@@ -23,11 +23,11 @@ if index == 3 and away.exists():
     os.kill(os.getpid(), signal.SIGKILL)
 while step < 60:
     time.sleep(0.02)
-    if index == 3 and step == 15 and not pathlib.Path("lost").exists():
+    if index == 3 and step >= 15 and not pathlib.Path("lost").exists():
         pathlib.Path("lost").touch()
         away.touch()
         os.kill(os.getpid(), signal.SIGKILL)
-    if index == 0 and workers == 4 and away.exists():
+    if index == 0 and workers == 4 and step >= 15 and (away.exists() or not pathlib.Path("lost").exists()):
         continue
     step += 1
     if index == 0 and step % 10 == 0:
