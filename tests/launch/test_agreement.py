@@ -455,6 +455,7 @@ def test_a_stopped_launcher_holds_up_nobody_and_joins_again_when_it_continues(en
     stopped, other = programs(hosts, 1, 2)
     await_ready(leader, 1, 2)
     assert meet(leader) == [Round(1, (0, 1, 2))]
+    stopped.until("number=1")
     stopped.signal(signal.SIGSTOP)
     until(lambda: leader._poll[1].reason == "no answer")
     assert not leader.members_failed(), "its tasks may train"
