@@ -15,7 +15,8 @@ out, options = sys.argv[1], json.loads(sys.argv[2])
 slow, kind, of_model = (options.pop(name, "") for name in ("slow", "data", "model"))
 SECONDS, STEPS, BATCH, SIZE = 0.04, 10, 32, options.pop("width", 16)
 task = json.loads(os.environ["TF_CONFIG"])["task"]
-trainer = tfdist.Trainer()  # by TF_CONFIG
+has_servers = "ps" in json.loads(os.environ["TF_CONFIG"])["cluster"]
+trainer = tfdist.Trainer("parameter_server" if has_servers else "multi_worker_mirrored")
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
