@@ -61,12 +61,12 @@ def download(server, name, folder):
 
 
 def curves(folder):
-    """The steps of each curve by run and tag, with the values that do not depend on the time."""
+    """The steps of each curve by run and tag, with the values that do not depend on the time. Own step times count from a restart on."""
     read = {}
     for run in sorted(path for path in (folder / "tensorboard").iterdir() if path.is_dir()):
         events = EventAccumulator(str(run), {"tensors": 0, "scalars": 0}).Reload()
         for tag in events.Tags()["tensors"]:
-            if tag.startswith(("batch_", "epoch_", "evaluation_", "final/", "perf/")):
+            if tag != "perf/own_step_ms" and tag.startswith(("batch_", "epoch_", "evaluation_", "final/", "perf/")):
                 read[run.name, tag] = [
                     (event.step, event.tensor_proto.float_val[0] if tag.startswith(DETERMINED) else None)
                     for event in events.Tensors(tag)

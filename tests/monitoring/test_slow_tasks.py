@@ -80,8 +80,8 @@ def test_the_slow_one_of_two_workers_is_named(tmp_path, options):
     found = curves(tmp_path / "curves")
     fast, slow = (statistics.median(ms for _, ms in found[run]["perf/own_step_ms"]) for run in ("train", "worker-1"))
     if options["slow"]:
-        # Some batches are ready: they were prefetched at the end of an epoch, which does not count.
-        assert slow >= 30 / options.get("steps_per_execution", 1) and slow > 1.5 * fast + 5, (fast, slow)
+        # A batch may be ready: it was prefetched during the wait for gradients, or at the end of an epoch, which do not count.
+        assert slow > 1.5 * fast + 5, (fast, slow)
         assert "worker:1 takes" in text and "times as long as the median" in text
     assert "worker:0 takes" not in text and (options["slow"] or "worker:1 takes" not in text)
 

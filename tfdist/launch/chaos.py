@@ -43,7 +43,8 @@ class Event:
         happened_at: The time at which the event happened, by `time.monotonic()`, or None.
         happened_in: The process to which it happened; None for the launcher.
         happened_step: The job's step at that time; None before the first report.
-        is_replaced: Whether the task has a new process since.
+        beside: All processes of that time.
+        is_replaced: Whether the task has a new process since, or, in a job of another size, all other tasks have.
         until: The time of the second part, by `time.monotonic()`: a stopped task continues, the launcher kills itself. None without one.
         reached: The last step before the interruption; None before the first report.
         begin: The step from which the job has trained on, or None.
@@ -57,6 +58,7 @@ class Event:
     seconds: float = 0.0
     happened_at: float | None = None
     happened_in: TaskProcess | None = None
+    beside: Sequence[TaskProcess] = ()
     happened_step: int | None = None
     is_replaced: bool = False
     until: float | None = None
@@ -130,11 +132,12 @@ class Chaos:
             if event.happened_at is None:
                 done = now_at and now_at.done
                 if self._is_due(event, done, now) and (event.victim == _LAUNCHER or self._is_hit(event, processes)):
+                    event.beside = tuple(running)
                     self._cause(event, processes.get(event.victim), done, output)
                 continue
             if event.until is not None:
                 self._end_if_due(event, processes.get(event.victim), output)
-            self._follow(event, processes.get(event.victim), now_at)
+            self._follow(event, processes.get(event.victim), now_at, running)
 
     def report(self, exit_code: int, folder: str, output: LauncherOutput) -> None:
         """Prints the outcome of each event.
@@ -152,7 +155,7 @@ class Chaos:
         last = self._read(folder) if self._events else None  # a task may have trained and ended since the last look
         for event in self._events:
             if event.happened_at is not None:
-                self._follow(event, None, last)
+                self._follow(event, None, last, ())
             output.say(f"chaos: {event} {self._outcome(event, exit_code)}")
 
     def _read(self, folder: str) -> progress.Steps | None:
@@ -215,7 +218,13 @@ class Chaos:
                 process.signal(signal.SIGCONT)
                 output.say(f"chaos: {event.victim} continues")
 
-    def _follow(self, event: Event, process: TaskProcess | None, now_at: progress.Steps | None) -> None:
+    def _follow(
+        self,
+        event: Event,
+        process: TaskProcess | None,
+        now_at: progress.Steps | None,
+        running: Sequence[TaskProcess],
+    ) -> None:
         """Records the first new step after an event.
 
         A step that was complete when the event happened may be reported later. So steps count once the task can train again: as a new
@@ -223,6 +232,7 @@ class Chaos:
         """
         waits_for_victim = not (self._restarts_workers_alone and event.victim.startswith("worker:"))
         event.is_replaced |= process is not None and process is not event.happened_in
+        event.is_replaced |= bool(running) and not any(each in event.beside for each in running)
         has_continued = event.what == "stop" and event.until is None
         if event.trained_after is not None or now_at is None:
             return
