@@ -44,11 +44,17 @@ X, Y = rng.standard_normal((2048, 1024), np.float32), rng.integers(0, 10, 2048, 
 
 
 class Stamp(keras.callbacks.Callback):
-    """Notes the end of this life's first step; kills the last worker amid its first life."""
+    """Notes when the state is put back, and the end of this life's first step; kills the last worker amid its first life."""
 
     def __init__(self):
         super().__init__()
         self.steps = 0
+
+    def on_train_begin(self, logs=None):
+        MOMENTS["begun"] = time.time()
+
+    def on_epoch_begin(self, epoch, logs=None):
+        MOMENTS.setdefault("restored", time.time())
 
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
@@ -57,15 +63,6 @@ class Stamp(keras.callbacks.Callback):
         if MODE == "restart" and self.steps == 25 and not progress.restarts() and trainer.num_replicas - 1 == RANK:
             (FOLDER / "killed").write_text(str(time.time()))
             os.kill(os.getpid(), signal.SIGKILL)
-
-
-class Backup(tfdist.BackupAndRestore):
-    """Notes when it puts the state back."""
-
-    def on_train_begin(self, logs=None):
-        MOMENTS["begun"] = time.time()
-        super().on_train_begin(logs)
-        MOMENTS["restored"] = time.time()
 
 
 def memory():
@@ -102,7 +99,7 @@ with trainer.scope():
 MOMENTS["built"] = time.time()
 
 if MODE == "restart":
-    fit(Backup(FOLDER / "backup", SAVE_FREQ))
+    fit(tfdist.BackupAndRestore(FOLDER / "backup", SAVE_FREQ))
     results = {**MOMENTS, "killed": float((FOLDER / "killed").read_text()), "memory": memory()}
 else:
     results = {"folder": [], "s3": []} if MODE == "uploads" else {"none": [], "backups": []}
@@ -113,7 +110,7 @@ else:
     for number in range(ROUNDS + 1):
         for name, seconds in results.items():
             folder = f"s3://backups/{number}" if name == "s3" else FOLDER / f"backup-{number}"
-            backup = Backup(folder, SAVE_FREQ) if name != "none" else None
+            backup = tfdist.BackupAndRestore(folder, SAVE_FREQ) if name != "none" else None
             seconds.append(fit(backup))
             if backup:
                 backup.delete()
