@@ -10,7 +10,7 @@ from tests.multiprocess import harness
 from tests.multiprocess.roles import Roles
 from tests.multiprocess.waiting import wait_until
 from tfdist.runtime.activity import Activity
-from tfdist.training.hangs import Report, judge
+from tfdist.training.hangs import Report, awaited_tasks
 
 LIMIT = 5
 SLEEP = "tests/multiprocess/hang_program.py"
@@ -99,5 +99,5 @@ STEP = Report("step", step=7, waited=61)
     ],
 )  # fmt: skip
 def test_who_is_waited_for(other, named):
-    found = judge({"worker:0": STEP, "worker:1": other}, "worker:0", 60)
+    found = awaited_tasks({"worker:0": STEP, "worker:1": other}, "worker:0", 60)
     assert found == ({"worker:1": named} if named else {})

@@ -1,6 +1,6 @@
 """The own time of a task: from the end of an execution until the gradients of the next step are ready, without waits for other tasks.
 
-All workers end a step together, so their step times are equal, whoever is slow. Own times differ.
+All workers end a step together, so their step times are equal, whoever is slow; their own times differ.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from tfdist.compat import tf_cluster, tf_internals
 from tfdist.strategy import as_ours
 
 _Result = TypeVar("_Result")
-_host = threading.local()  # a wait of another thread does not delay this one
+_thread_waits = threading.local()  # by thread: the wait of one thread does not delay another
 
 
 @contextlib.contextmanager
@@ -28,19 +28,19 @@ def waiting() -> Iterator[None]:
     try:
         yield
     finally:
-        _host.seconds = _waited() + time.perf_counter() - begun
+        _thread_waits.seconds = _waited() + time.perf_counter() - begun
 
 
 def _waited() -> float:
     """Returns the seconds that this thread has waited for other tasks so far."""
-    return getattr(_host, "seconds", 0.0)
+    return getattr(_thread_waits, "seconds", 0.0)
 
 
 class OwnTime:
     """The own time of this task, summed over the steps of training since the last `take`.
 
     Python's clock measures the time between two executions: callbacks, and input that Python code reads. TensorFlow's clock
-    measures each step: from its begin until all gradients of this process are ready, without collectives that the step waits for.
+    measures each step: from its start until all gradients of this process are ready, without the collectives that the step waits for.
     A step that applies several optimizers is measured until the first one's gradients.
 
     Attributes:
@@ -55,7 +55,7 @@ class OwnTime:
         self._executions = self._gaps = 0  # executions, and those before which the time was measured
         self._ended: tuple[float, float] | None = None  # time and waits at the end of the last execution
         self._begun: tf.Tensor | None = (
-            None  # the begin of the step that is being traced; None once its gradients are ready
+            None  # the start of the step that is being traced; None once its gradients are ready
         )
         self._waits: list[tf.Tensor] = []  # the waits of that step so far
 
@@ -72,7 +72,7 @@ class OwnTime:
         return result
 
     def skip(self) -> None:
-        """Leaves out the time until the next execution, such as the end of an epoch."""
+        """Excludes the time until the next execution, such as the end of an epoch."""
         self._ended = None
 
     def take(self) -> float:
@@ -96,13 +96,13 @@ class OwnTime:
 
     @property
     def is_measuring(self) -> bool:
-        """True within a step whose gradients are not ready yet."""
+        """Returns whether a step is measured whose gradients are not ready yet."""
         return self._begun is not None
 
     def wait(self, value: Structure, collective: Callable[[], _Result]) -> _Result:
-        """Returns the result of a collective; leaves out the time between `value`, its input, and the result.
+        """Returns the result of a collective; excludes the time between `value`, its input, and the result.
 
-        Replicas of one process wait together, so the wait of the first one counts.
+        Replicas of one process wait together, so only the wait of the first one is subtracted.
         """
         if self._begun is None:
             with waiting() if tf.executing_eagerly() else contextlib.nullcontext():
@@ -117,7 +117,7 @@ class OwnTime:
         return result
 
     def on_gradients(self, strategy: tf.distribute.Strategy, grads: Any) -> None:
-        """Adds the time of the step until the gradients of all replicas of this process are ready. In cross-replica context."""
+        """Adds the time of the step until the gradients of all replicas of this process are ready. Call it in cross-replica context."""
         if self._begun is None:
             return
         seconds = _time_of([strategy.experimental_local_results(grad) for grad in grads]) - self._begun
@@ -139,7 +139,7 @@ def own_time_of(strategy: object) -> OwnTime | None:
 
 
 def leave_out_wait(strategy: object, value: Structure, collective: Callable[[], _Result]) -> _Result:
-    """Returns the result of a collective in a step, whose wait does not count as this task's own time.
+    """Returns the result of a collective in a step, without counting its wait as this task's own time.
 
     Args:
         strategy: The strategy of the step.

@@ -1,6 +1,7 @@
 """Starts, watches, restarts and ends the tasks of a cluster on this machine, or on each of several. No TensorFlow here.
 
     tfdist launch --workers=2 --max-restarts=3 python script.py --its --flags   # or: python -m tfdist.launch
+    tfdist launch --workers=1:4 -- python script.py                             # continues with fewer workers after a loss
     tfdist launch --hosts=a,b -- python script.py                               # the same on a and on b
 
 Flags of tfdist launch come before the command; the -- between them is optional. Every task gets its own TF_CONFIG. The launcher
@@ -114,7 +115,7 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         "warm",
         1,
-        "0: start each task as a new process, not by a fork of one that has imported TensorFlow.",
+        "0: start each task as a new process, not by a fork of a process that has imported TensorFlow.",
         0,
         1,
         flag_values=values,
@@ -122,13 +123,16 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         "replicas", 0, "Number of replicas of all workers of an elastic job. Default: MAX.", **at_least
     )
-    join = "Seconds after a loss in which an elastic job starts again with as many workers, while restarts are left."
+    join = (
+        "Seconds after a loss in which an elastic job starts again with as many workers, while restarts are left; "
+        "with --nnodes, seconds for which a start waits for further hosts."
+    )
     flags.DEFINE_float("join_seconds", JOIN_SECONDS, join, **at_least)
     flags.DEFINE_string(
         "chaos",
         "",
-        "Test of the job: the launcher kills, stops (for 10 s) or ends tasks of its own once they have trained so many steps, and reports "
-        "the outcome, as kill:worker:1@120, stop:worker:0@200+10s, term:worker:0@30s (SIGTERM, 30 s after the start); or random:SEED.",
+        "Test of the job: events that the launcher causes in its tasks, and reports at the end, as kill:worker:1@120 (after 120 steps), "
+        "stop:worker:0@200+10s (for 10 s), term:worker:0@30s (SIGTERM, 30 s after the start), or random:SEED.",
         flag_values=values,
     )
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
@@ -202,8 +206,9 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     """Yields the errors in a command line, except in the list of hosts itself."""
     if not command:
         yield (
-            "Usage: tfdist launch [--workers=N] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--warm=0] [--chaos=EVENTS] "
-            "[--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. The command is missing."
+            "Usage: tfdist launch [--workers=N or MIN:MAX] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--warm=0] "
+            "[--chaos=EVENTS] [--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--nnodes=MIN:MAX] [--] COMMAND. "
+            "The command is missing."
         )
     elif not shutil.which(command[0]):
         yield f"the command {format_value(command[0])} cannot be run; {_why_not_run(command[0])}"

@@ -26,8 +26,8 @@ from tfdist.runtime import files, flight_record, process_end, stacks
 from tfdist.runtime.log import logger, print_always
 
 _ANSWER_WITHIN = 3.0  # seconds; tasks of other hosts look each second
-_SETTLED = 0.2  # seconds without a further line after which an answer is complete
-_WAITS_AFTER = 1.0  # seconds in one collective, after which a task waits
+_SETTLED = 0.2  # seconds without a new line after which an answer is complete
+_WAITS_AFTER = 1.0  # seconds in one collective after which a task is reported as waiting
 
 
 @dataclasses.dataclass
@@ -87,7 +87,7 @@ def main(argv: Sequence[str]) -> int:
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_bool("brief", False, "Show no stacks.", flag_values=values)
     flags.DEFINE_integer(
-        "last", 5, "How many of each task's last collectives to show.", 0, flight_record.LENGTH, flag_values=values
+        "last", 5, "Number of each task's last collectives to show.", 0, flight_record.LENGTH, flag_values=values
     )
     try:
         words = command_line.read_flags(values, argv)[1:]
@@ -180,7 +180,7 @@ def report(tasks: Sequence[Task], now: float, last: int, brief: bool) -> str:
     Args:
         tasks: The tasks, after `ask`.
         now: The time in seconds since the epoch.
-        last: How many collectives of each task to show.
+        last: The number of collectives of each task to show.
         brief: Whether to leave out the stacks.
     """
     width = max(len(task.header.task) for task in tasks)

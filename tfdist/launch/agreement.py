@@ -1,10 +1,10 @@
-"""`Agreement`: launchers on several hosts agree on the hosts that train. No TensorFlow here.
+"""`Agreement`: the agreement of launchers on the hosts that train. No TensorFlow here.
 
 The launcher of the first host leads. It opens rounds: a round is one start of the job's tasks, on some of the hosts. Each launcher
 publishes its state in one line (`launcher_lines.py`): the leader reads the lines of all launchers, and all launchers read the leader's.
 
-A launcher has a random identifier, and a round names its members' identifiers. So a launcher that was restarted is no member of the
-round of its predecessor, and a restarted leader opens rounds of a new job.
+A launcher has a random identifier, and a round names its members' identifiers. So a restarted launcher is not a member of
+its predecessor's round, and a restarted leader opens rounds of a new job.
 """
 
 from __future__ import annotations
@@ -84,7 +84,7 @@ class Agreement:
         join_seconds: Seconds for which the leader waits for further hosts once an allowed number is ready.
         token: The options that must be equal on all hosts.
         wait_seconds: Seconds for which a launcher waits for the leader's answer, or the leader for the fewest hosts.
-        settle_seconds: Seconds after which a launcher that runs with other options is an error. The launcher of an earlier job may still be ending.
+        settle_seconds: Seconds after which a launcher with other options is an error: the launcher of an earlier job may still be ending.
 
     Raises:
         ConfigError: No number in `allowed` is at least `fewest` and at most the number of hosts.
@@ -144,7 +144,7 @@ class Agreement:
     ) -> None:
         try:
             if error and self._leads and not self._is_finished:
-                self.finish(1, str(error))  # or the others would wait for the leader
+                self.finish(1, str(error))  # otherwise the others would wait for the leader
         finally:
             self._poll.close()
             self._server.close()
@@ -176,8 +176,8 @@ class Agreement:
         """Publishes that this launcher's tasks have ended.
 
         Args:
-            state: `failed` if the tasks want a restart, `ended` if not.
-            code: The exit code of tasks that have ended. Unless it is 0, it ends the job.
+            state: `failed` if the tasks need a restart, `ended` if not.
+            code: The exit code of tasks that have ended. A code other than 0 ends the job.
             why: The reason, such as `worker:1 lost at step 400 (killed by SIGKILL)`.
             saved: The step of the last backup, if it is known.
         """
@@ -188,7 +188,7 @@ class Agreement:
             self._publish(state=state, code=code, why=why, saved=saved)
 
     def members_failed(self) -> Interruption | None:
-        """Returns why this launcher must end its tasks of the current round, or None. It does not wait."""
+        """Returns the reason to end this launcher's tasks of the current round, or None."""
         return self._interruption_by_members() if self._leads else self._interruption_by_leader()
 
     def members_ended(self) -> bool:
@@ -227,7 +227,7 @@ class Agreement:
             self._line = dataclasses.replace(self._line, **changes)
 
     def _on_line(self, host: int, line: Line) -> None:
-        """Notes the leader's line, in a thread of the poll: the main thread may look too late, when the leader has ended."""
+        """Notes the leader's line in a thread of the poll: when the main thread looks, the leader may have ended."""
         if host != _LEADER or self._leads or self._difference(host, line):
             return
         if line.state != "done":
@@ -288,7 +288,7 @@ class Agreement:
         return dict(sorted(ready.items()))
 
     def _awaited(self, ready: Mapping[int, str]) -> list[int]:
-        """Returns the hosts that are not ready, and may be so soon."""
+        """Returns the hosts that are not ready, but may be ready soon."""
         absent = [host for host in self._others() if host not in ready]
         if self._line.round == 0:
             return absent
@@ -345,7 +345,7 @@ class Agreement:
         if own.state != "ended":
             self._publish(state="ready")
         silent, differing, report = _Duration(), _Duration(), _Report()
-        told = (own.leader, own.round)
+        announced = (own.leader, own.round)
         while not stop():
             answer = self._poll[_LEADER]
             line = answer.last if answer.last and answer.last.state == "done" else answer.line
@@ -360,8 +360,8 @@ class Agreement:
                 if line.state == "training" and current != (own.leader, own.round) and not is_over:
                     if (self._me, own.launcher) in line.members:
                         return self._join_round(line)
-                    if told != current:
-                        told = current
+                    if announced != current:
+                        announced = current
                         hosts = list_first(self._named(line.members), 8)
                         logger.info(f"round {line.round} trains on {hosts}; this host waits until the job can use it")
             self._check_differences(differing, is_fatal=True)
@@ -433,25 +433,25 @@ class Agreement:
             ClusterError: A launcher differs, and `is_fatal`.
         """
         polled = range(len(self._addresses)) if self._leads else (_LEADER, self._me)
-        found = {
+        differences = {
             host: difference
             for host in polled
             if (line := self._poll[host].line) and (difference := self._difference(host, line))
         }
-        if duration.count(bool(found)) < self._settle_seconds:
+        if duration.count(bool(differences)) < self._settle_seconds:
             return
-        text = ", ".join(f"{self._at(host)} ({difference})" for host, difference in found.items())
+        text = ", ".join(f"{self._at(host)} ({difference})" for host, difference in differences.items())
         if is_fatal:
             raise ClusterError(
                 f"The launchers differ from that of {self._names[self._me]}: {text}. Run the same command once on each host."
             )
-        if new := set(found.items()) - self._warned:
+        if new := set(differences.items()) - self._warned:
             self._warned |= new
             logger.warning(f"launchers that cannot take part: {text}. Run the same command once on each host")
 
 
 class _Duration:
-    """The seconds for which a condition has held without interruption, as far as this process ran.
+    """Seconds for which a condition has held without interruption. Time in which this process was stopped counts at most 5 s.
 
     Attributes:
         seconds: The seconds.

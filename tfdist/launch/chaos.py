@@ -23,9 +23,9 @@ _LAUNCHER = "launcher"
 _SECONDS = re.compile(r"\d{1,9}(?:\.\d{1,9})?s")
 _STEP = re.compile(r"\d{1,15}")
 _MOST_DRAWN, _LONGEST_DRAWN_STOP = 3, 5  # events; seconds
-# Seconds between two looks at the tasks. With an event ahead they are short, so that it happens at its step or a few steps later.
+# Seconds between two looks at the tasks. Short while an event is due, so that it happens at its step or a few steps later.
 _TURN, _TURN_WITH_EVENTS = 0.05, 0.005
-_LAST_WORDS = 5.0  # limit, in seconds, of the wait for the reader of the message before the launcher kills itself
+_OUTPUT_SECONDS = 5.0  # limit of the wait for the reader of the message before the launcher kills itself
 
 
 @dataclasses.dataclass
@@ -44,8 +44,8 @@ class Event:
         happened_in: The process to which it happened; None for the launcher.
         happened_step: The job's step at that time; None before the first report.
         beside: All processes of that time.
-        is_replaced: Whether the task has a new process since, or, in a job of another size, all other tasks have.
-        until: The time of the second part, by `time.monotonic()`: a stopped task continues, the launcher kills itself. None without one.
+        is_replaced: Whether the task has had a new process since then, or, in a job of another size, all other tasks have.
+        until: The time of the second part, by `time.monotonic()`: a stopped task continues, or the launcher kills itself. None if there is none.
         reached: The last step before the interruption; None before the first report.
         begin: The step from which the job has trained on, or None.
         trained_after: The seconds from the event to the next new step, or None.
@@ -72,7 +72,7 @@ class Event:
 
     @property
     def is_settled(self) -> bool:
-        """Whether the event has happened, and the job has trained on."""
+        """Returns whether the event has happened and the job has trained on."""
         return self.trained_after is not None and self.until is None
 
 
@@ -201,7 +201,7 @@ class Chaos:
             if event.what == "stop":
                 event.until = event.happened_at + event.seconds
         elif event.what == "kill":
-            event.until = event.happened_at + _LAST_WORDS
+            event.until = event.happened_at + _OUTPUT_SECONDS
         else:
             os.kill(os.getpid(), number)
         for_seconds = f" for {event.seconds:g} s" if event.seconds else ""

@@ -124,8 +124,8 @@ class Launcher:
         self._knows_backups = here is None or cluster.chief in here  # only the chief reports them
         self._saved: int | None = 0  # the step of the last backup; None if unknown
         self._last_preemption_step = self._last_break_step = -1
-        self._why = ""  # this host's tasks start again
-        self._code: int | None = None  # of the job, as launchers of other hosts tell it
+        self._why = ""  # the reason for the next start, for other hosts' launchers
+        self._code: int | None = None  # the job's exit code, from another host's launcher
         self._chaos = chaos or Chaos()
         self.restarts = RestartPolicy(max_restarts)
         # Without restarts, one task starts no sooner.

@@ -58,14 +58,14 @@ class Line:
     Attributes:
         hosts: Checksum of the list of hosts.
         options: Checksum of the options that must be equal on all hosts.
-        host: The launcher's host: its index in the list.
+        host: Index of the launcher's host in the list.
         launcher: A random identifier of the launcher's process.
-        state: Of the leader `waiting`, `training` or `done`; of others `ready`, `training`, `failed` or `ended`.
+        state: `waiting`, `training` or `done` on the leader; `ready`, `training`, `failed` or `ended` on other launchers.
         leader: The identifier of the leader whose round this launcher knows, or an empty text.
         round: The number of that round; 0 before the first.
-        members: The leader's line only: host and launcher of each member of the round.
+        members: Host and launcher of each member of the round; in the leader's line only.
         code: The exit code of a launcher that has `ended`, or of the job.
-        restarts: The leader's line only: restarts of the job so far.
+        restarts: Restarts of the job so far; in the leader's line only.
         saved: The step of the last backup, or None if unknown.
         over: Whether this launcher has read that the job is done.
         why: The reason for the state, in one printable line.
@@ -167,7 +167,7 @@ def fetch_line(address: str, seconds: float = ANSWER_SECONDS) -> tuple[Line | No
 
     Args:
         address: `host:port`.
-        seconds: Limit of the connection, and of the answer.
+        seconds: Limit of the connection and the answer together.
     """
     ends = time.monotonic() + seconds
     received = b""
@@ -192,7 +192,7 @@ def fetch_line(address: str, seconds: float = ANSWER_SECONDS) -> tuple[Line | No
 
 
 class Answer(NamedTuple):
-    """The result of the last poll of a launcher.
+    """Result of the last poll of a launcher.
 
     Attributes:
         line: The line, or None.
@@ -208,7 +208,7 @@ class Answer(NamedTuple):
 
 
 class LinePoll:
-    """Poll of launchers, each in a daemon thread of its own, so that a host that does not answer delays no other host.
+    """Poll of launchers in one daemon thread each, so that a host that does not answer delays no other host.
 
     Args:
         addresses: The `host:port` of each launcher to poll, by host.

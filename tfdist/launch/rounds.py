@@ -1,4 +1,4 @@
-"""`Rounds`: the tasks of a job on several hosts, from start to start. No TensorFlow here."""
+"""`Rounds`: the starts of an elastic job on several hosts. No TensorFlow here."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Rounds:
     """The starts of a job whose number of hosts may change; a context manager. The job's launchers agree on each start (`Agreement`).
 
     Args:
-        hosts: The addresses of the workers of each host, by host. All hosts have equally many.
+        hosts: The addresses of the workers of each host, by host. All hosts have the same number.
         me: The index of this host.
         fewest: The smallest number of hosts.
         most: The largest number of hosts.
@@ -41,13 +41,13 @@ class Rounds:
         self, hosts: Sequence[Sequence[str]], me: int, fewest: int, most: int, replicas: int, join_seconds: float
     ):
         self.replicas, self._hosts, self._me = replicas, hosts, me
-        each = len(hosts[0])
-        self.workers = self.most_workers = most * each
-        allowed = [number for number in range(most, fewest - 1, -1) if replicas % (number * each) == 0]
-        options = f"nnodes={fewest}:{most} workers_per_host={each} replicas={replicas}"
+        per_host = len(hosts[0])
+        self.workers = self.most_workers = most * per_host
+        allowed = [number for number in range(most, fewest - 1, -1) if replicas % (number * per_host) == 0]
+        options = f"nnodes={fewest}:{most} workers_per_host={per_host} replicas={replicas}"
         addresses = [launcher_address(workers[0]) for workers in hosts]
         self._agreement = Agreement(addresses, me, fewest, allowed, join_seconds, options)
-        self._saved: int | None = None  # the step of the newest backup of the present tasks
+        self._saved: int | None = None  # the step of the newest backup of the current tasks
         self.leads = me == _LEADER
 
     def __enter__(self) -> Rounds:
@@ -81,7 +81,7 @@ class Rounds:
 
     @property
     def is_full(self) -> bool:
-        """Returns whether this launcher knows that no more hosts can be used."""
+        """Returns whether the job cannot grow; on other launchers than the leader always True."""
         return not self.leads or self.workers == self.most_workers
 
     def grow(self) -> None:
@@ -98,20 +98,20 @@ class Rounds:
         return is_new and self.leads and bool(self._agreement.newcomers())
 
     def failed(self, why: str, saved: int | None) -> None:
-        """Tells the other launchers that this host's tasks have ended, and want to start again."""
+        """Publishes that this host's tasks have ended and need a restart."""
         self._agreement.report("failed", why=why, saved=saved)
 
     def ended(self, code: int, why: str = "") -> None:
-        """Tells the other launchers that this host's tasks have ended, and with another code than 0 also the job."""
+        """Publishes that this host's tasks have ended. An exit code other than 0 ends the job."""
         if self.leads and code:
             self._agreement.finish(code, why)
         else:
             self._agreement.report("ended", code, why)
 
     def all_ended(self) -> bool:
-        """Returns whether the tasks of the other hosts have ended well, too, as far as this launcher must wait for them."""
+        """Returns whether the tasks of all other hosts have ended with exit code 0; on other launchers than the leader always True."""
         return not self.leads or self._agreement.members_ended()
 
     def finish(self, code: int) -> None:
-        """Ends the job on all hosts; has no effect on other launchers than the leader."""
+        """Ends the job on all hosts; has an effect on the leader only."""
         self._agreement.finish(code)

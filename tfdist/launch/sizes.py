@@ -40,11 +40,11 @@ class Sizes:
         self._join_seconds = join_seconds
         self._clock = clock
         self._step: int | None = None  # of the last loss
-        self._since = 0.0  # the time of the first of the losses without progress between them
-        self._saved: int | None = None  # the step of the newest backup of the present tasks
-        self._backups = 0  # of the present tasks
+        self._since = 0.0  # time of the first loss in a series without progress
+        self._saved: int | None = None  # the step of the newest backup of the current tasks
+        self._backups = 0  # of the current tasks
         self._patience = 1  # backups to wait for before the job grows
-        self._has_grown = False  # and has not trained a step since
+        self._has_grown = False  # without a new step since
 
     @property
     def is_full(self) -> bool:
@@ -52,11 +52,11 @@ class Sizes:
         return self.workers == self.most
 
     def started(self) -> None:
-        """Notes that the tasks start, with `workers` workers."""
+        """Notes a start of the tasks, with `workers` workers."""
         self._saved, self._backups = None, 0
 
     def lost(self, step: int | None, may_restart: bool) -> bool:
-        """Notes that a worker is lost, and decides whether the job continues with fewer workers; `workers` is then their number.
+        """Notes the loss of a worker. Returns whether the job continues with fewer workers; `workers` is then their number.
 
         Args:
             step: The training steps completed before the loss, or None before the first step.

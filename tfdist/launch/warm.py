@@ -40,8 +40,8 @@ class WarmSpare:
     """Process that starts tasks by a fork, without the time of their imports; a context manager.
 
     It serves commands that run a Python script or module with this interpreter, and whose text imports TensorFlow, Keras or
-    tfdist. All other tasks are spawned, and so are tasks whose environment differs in more than the cluster. There is no
-    spare where a GPU is visible, because its driver may start at the import.
+    tfdist. All other tasks are spawned, and so are tasks whose environment differs in more than the cluster. Where a GPU is
+    visible there is no spare, because the import may start the GPU's driver.
 
     Args:
         command: The command of the tasks. None means that all tasks are spawned.
@@ -95,7 +95,7 @@ class WarmSpare:
             self._process = None
 
     def wait(self, is_stopped: Callable[[], bool]) -> None:
-        """Waits until the spare has finished its imports: it has begun them earlier than a spawned task would.
+        """Waits until the spare has finished its imports, which began earlier than those of a spawned task would.
 
         Args:
             is_stopped: Returns whether to stop waiting.
@@ -104,7 +104,7 @@ class WarmSpare:
             pass
 
     def _look(self, seconds: float) -> bool:
-        """Returns whether the spare is ready, within some seconds; closes a spare that has ended or takes too long."""
+        """Waits at most `seconds`; returns whether the spare is ready. Closes a spare that has ended or takes too long."""
         if self._process and not self._is_ready:
             self._socket.settimeout(seconds)
             try:
@@ -120,7 +120,7 @@ class WarmSpare:
         return self._is_ready and self._process is not None
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], output: int) -> Process:
-        """Starts a task by a fork if possible, else as a new process.
+        """Forks a task from the spare if possible; otherwise starts a new process.
 
         Args:
             command: The command.
@@ -171,7 +171,7 @@ class ForkedProcess:
         self.returncode: int | None = None
 
     def poll(self) -> int | None:
-        """Returns `returncode`, after a look at the process."""
+        """Updates and returns `returncode`."""
         return self._wait(os.WNOHANG)
 
     def wait(self) -> int | None:
@@ -198,7 +198,7 @@ def _is_possible(environ: Mapping[str, str]) -> bool:
 
 
 def _plan(command: Sequence[str]) -> tuple[str, list[str]] | None:
-    """Returns the folder from which a command's modules come first, and the modules to import; None if its tasks are spawned."""
+    """Returns the folder that a command searches first for modules, and the modules to import; None if its tasks are spawned."""
     words = list(command[2:] if command[1:2] == ["-u"] else command[1:])
     if not words or not _is_this_python(command[0]):
         return None

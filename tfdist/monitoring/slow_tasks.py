@@ -19,7 +19,7 @@ from tfdist.strategy import as_ours
 _EVERY = 50  # steps
 _RATIO = 1.5  # to the median of the other tasks, above which a task is slow
 _NOISE_MS = 5.0  # the difference to the median of the other tasks up to which a task is not slow
-_LEAST_MS = 0.1  # a median that is less counts as this: a ratio to it says nothing
+_LEAST_MS = 0.1  # smaller medians count as this, because ratios to them are meaningless
 _IN_A_ROW = 3  # comparisons after which a task counts as slow, and after which it counts as recovered
 _REPEAT_AFTER = 10  # comparisons between two warnings about a task that stays as slow
 
@@ -30,7 +30,7 @@ class _Task:
 
     Attributes:
         ratios: The last ratios of its time to the others' median; 0 where it was not slow.
-        warned: The ratio of the last warning; 0 if none since it recovered.
+        warned: The ratio of the last warning; 0 without a warning since the task has recovered.
         since: The number of comparisons since that warning.
     """
 
@@ -42,8 +42,8 @@ class _Task:
 class SlowTaskRule:
     """Decides when a task is slow: over 1.5 times, and 5 ms above, the median of the other tasks in three comparisons in a row.
 
-    There is one warning until the task has not been slow in three comparisons; another one if it takes 1.5 times as long as at the last
-    warning, or after ten comparisons.
+    It warns again if the ratio has grown by half since the last warning, or after ten comparisons. A task that was not slow in three
+    comparisons in a row has recovered.
 
     Examples:
         >>> from tfdist.monitoring.slow_tasks import SlowTaskRule
@@ -76,7 +76,9 @@ class SlowTaskRule:
         task.since += 1
         if not any(task.ratios):
             task.warned = 0.0
-        lasting = min(task.ratios) if len(task.ratios) == _IN_A_ROW else 0.0  # one long comparison is no reason to warn
+        lasting = (
+            min(task.ratios) if len(task.ratios) == _IN_A_ROW else 0.0
+        )  # one slow comparison does not cause a warning
         if not lasting or (task.warned and lasting < _RATIO * task.warned and task.since < _REPEAT_AFTER):
             return False
         task.warned, task.since = lasting, 0
@@ -107,7 +109,7 @@ class SlowTasks(keras.callbacks.Callback):
         super().__init__()
         self._engine, self._is_chief = engine, is_chief
         self._rule = SlowTaskRule()
-        self._steps = self._epoch_steps = 0  # steps since the last comparison, and of the epoch
+        self._steps = self._epoch_steps = 0  # steps since the last comparison; steps of the epoch
         self._is_first = True
 
     def on_train_begin(self, logs: Logs = None) -> None:

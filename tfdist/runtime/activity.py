@@ -1,4 +1,4 @@
-"""What the main thread of this task does: since when it waits in a step or an exchange, and how long steps take. No TensorFlow here.
+"""The activity of this task's main thread: its wait in a step or an exchange, and the longest wait so far. No TensorFlow here.
 
 The main thread writes a few attributes per execution of steps; a watching thread reads them.
 """
@@ -10,8 +10,8 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 
-_FACTOR, _LEAST = 5.0, 60.0  # the deduced limit: a factor of the longest wait, and at least so many seconds
-FIRST = 10.0  # the limit of a first execution, in limits
+_FACTOR, _LEAST = 5.0, 60.0  # of the deduced limit: a factor of the longest wait, and the least seconds
+FIRST = 10.0  # a first execution has this multiple of the limit
 
 
 class Activity:
@@ -21,10 +21,10 @@ class Activity:
         clock: Returns the time in seconds. Tests replace it.
 
     Attributes:
-        since: When the main thread has begun to wait, 0 if it does not.
-        where: `"step"` or `"exchange"`, of the wait.
+        since: The time at which the current wait of the main thread began; 0 without a wait.
+        where: The kind of the last wait: `"step"`, `"exchange"` or `"data"`.
         steps: The number of executions so far.
-        traces: How often a step has been traced so far.
+        traces: The number of traces of a step so far.
         longest: The longest wait in seconds, without first executions.
         collectives: The number and bytes of TensorFlow's collectives in the functions traced so far.
         fetching: Returns whether the current step waits for its own data.
@@ -44,11 +44,11 @@ class Activity:
 
     @property
     def is_first(self) -> bool:
-        """Returns whether the current wait is a function's first execution, or one that is traced again; it may compile."""
+        """Returns whether the current wait is a function's first execution, or traces it again: it may compile."""
         return bool(self.since) and (self._first or self.traces != self._traced)
 
     def waited(self) -> float:
-        """Returns for how many seconds the main thread has waited; 0 if it does not."""
+        """Returns the seconds of the main thread's current wait; 0 without a wait."""
         since = self.since
         return self._clock() - since if since else 0.0
 
@@ -90,7 +90,7 @@ class Activity:
 
     @contextlib.contextmanager
     def exchange(self) -> Iterator[None]:
-        """Notes the exchange of `Ranks` within the context. An exchange within a step belongs to the step."""
+        """Notes the exchange of `Ranks` in the context. An exchange during a step belongs to the step."""
         if self.since or threading.current_thread() is not threading.main_thread():
             yield
             return

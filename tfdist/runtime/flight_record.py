@@ -1,6 +1,6 @@
-"""The last collectives of this task, in a file that other processes can read, also when this one is stopped or killed. No TensorFlow here.
+"""The last collectives of this task, in a file that other processes can read even if this one is stopped or killed. No TensorFlow here.
 
-`<task>.collectives` in the log folder is mapped into memory: a record costs no system call. It is a ring: record n is at place n modulo 200.
+`<task>.collectives` in the log folder is mapped into memory: a record costs no system call. It is a ring: record n has index n modulo 200.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ _MAGIC = b"tfdist collectives 1".ljust(32)
 # Number from 1, bytes, begun, ended (seconds since the epoch), state, kind in UTF-8.
 _FORM = struct.Struct("<qqddc31s")
 _END = struct.Struct("<dc")
-_END_AT = 24  # the place of the end within a record
+_END_AT = 24  # offset of the end within a record
 
 
 class Record(NamedTuple):
@@ -63,7 +63,8 @@ class Ring:
             descriptor = open_own(path := pathlib.Path(folder, f"{task}{SUFFIX}"), os.O_RDWR)
             stacks.remove_at_end(path)
             try:
-                # A shorter file would end a reader that has mapped it, or this process. Blocks are reserved: on a full disk a write would be a SIGBUS.
+                # The file is not truncated, because a process that still maps it would end. Its blocks are written now, because a later write
+                # to a missing block of a full disk would be a SIGBUS.
                 size = len(_MAGIC) + LENGTH * _FORM.size
                 os.pwrite(descriptor, _MAGIC.ljust(size, b"\0"), 0)
                 self._map = mmap.mmap(descriptor, size)
@@ -71,7 +72,7 @@ class Ring:
                 os.close(descriptor)
 
     def begin(self, kind: str, size: int = 0) -> int:
-        """Records the begin of a collective of `size` bytes; returns its number, for `end`."""
+        """Records the start of a collective of `size` bytes; returns its number, for `end`."""
         self.count = number = self.count + 1
         if self._map is not None:
             at = len(_MAGIC) + number % LENGTH * _FORM.size
@@ -99,7 +100,7 @@ ring = Ring()
 
 
 def read(path: str | os.PathLike[str]) -> list[Record]:
-    """Returns the records of a file, the oldest first. Raises OSError if it cannot be read, or is no such file."""
+    """Returns the records of a file, the oldest first. Raises OSError if it cannot be read, or has another format."""
     size = len(_MAGIC) + LENGTH * _FORM.size
     with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK), "rb") as file:
         content = file.read(size)

@@ -41,7 +41,7 @@ _INTERACTIVE = ("<stdin>", "<string>", "<ipython-input")
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _CURRENT = re.compile(
     r"^Current thread 0x.*\n(?:  .*\n)*(?!\Z)", re.MULTILINE
-)  # the calling thread, unless it is the main one
+)  # the calling thread, unless it is the main thread
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _EVALUATION = (("trainer.py", "evaluate"), ("trainer.py", "predict"), ("loop.py", "evaluate"), ("loop.py", "predict"))
 _SAVING = tuple(
@@ -51,8 +51,8 @@ _BUILDING = f"{_PACKAGE}step{os.sep}model_building"
 _TRACING = f"{os.sep}tensorflow{os.sep}python{os.sep}framework{os.sep}func_graph.py"
 _SAVING_LIBRARIES = (f"{os.sep}keras{os.sep}src{os.sep}saving{os.sep}", "checkpoint_management", "saved_model")
 
-to_remove: list[pathlib.Path] = []  # this process's files, which a process that ends well removes
-default_folder = ""  # the folder without that variable: of `tfdist train`, which knows its work directory
+to_remove: list[pathlib.Path] = []  # this process's files, to remove at an exit without failure
+default_folder = ""  # used without that variable; `tfdist train` sets it to its folder of logs
 _file = -1  # the descriptor of this process's file; it stays open
 _name = ""
 _answered = ""  # the last request that this process has answered
@@ -94,7 +94,7 @@ def listen(task: str) -> None:
 
 
 def remove_at_end(path: pathlib.Path) -> None:
-    """Registers a file of this process that nobody needs once the process has ended well."""
+    """Registers a file of this process, to remove when the process ends without failure."""
     if not to_remove:
         atexit.register(remove_files)
     to_remove.append(path)
@@ -131,7 +131,7 @@ def dump(reason: str) -> None:
     """Writes the stacks of all threads to standard error, which is the task's log, in one piece.
 
     Args:
-        reason: Why, for the heading.
+        reason: The reason, for the heading.
     """
     with contextlib.suppress(OSError, ValueError, RuntimeError), tempfile.TemporaryFile() as file:
         file.write(f"{HEADING}{_name or 'this process'}: {reason}\n".encode())
@@ -198,7 +198,7 @@ class Header:
         return False
 
     def ask(self) -> bool:
-        """Sends the signal; returns whether it was sent. A process that does not catch it would end, and gets none."""
+        """Sends the signal; returns whether it was sent. A process that does not catch the signal would end, so it gets none."""
         if not (self.signal and self.is_running() and _catches(self.pid)):
             return False
         with contextlib.suppress(OSError):
@@ -251,7 +251,7 @@ Stack = Sequence[Frame]  # from the innermost frame out
 
 
 def place(main: Stack | None = None, others: Sequence[Stack] | None = None) -> str:
-    """Returns the line where the user's program is, as `script.py:42 in load_batch`; empty without a line of the user's.
+    """Returns the line where the user's program is, as `script.py:42 in load_batch`; empty if no thread is in the user's code.
 
     Prefers a thread in the user's code to one that waits in tfdist: the main thread, then one that a library has called (a
     data function), then another one whose innermost frame is the user's.
@@ -283,7 +283,7 @@ def main_stack() -> Stack:
 
 
 def activity() -> str:
-    """Returns what the main thread does outside of steps: `"building"`, `"saving"`, `"evaluating"`, or `"user"` for anything else."""
+    """Returns the main thread's activity outside of steps: `"building"`, `"saving"`, `"evaluating"`, or `"user"` for anything else."""
     stack = main_stack()
     names = [frame.file for frame in stack]
     if any(name.startswith(_SAVING) or any(part in name for part in _SAVING_LIBRARIES) for name in names):
@@ -296,7 +296,7 @@ def activity() -> str:
 
 
 def is_in_user_code(stack: Stack) -> bool:
-    """Returns whether a stack is in the user's code: no frame of tfdist lies further in."""
+    """Returns whether a stack is in the user's code, without a frame of tfdist further in."""
     frame = next((frame for frame in stack if frame.is_users or frame.is_of_package), None)
     return frame is not None and frame.is_users
 

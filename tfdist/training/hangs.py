@@ -1,7 +1,7 @@
-"""Bounded waits: names the task that the others wait for within a step, with its line, and ends the wait.
+"""Bounded waits: the watch that names the task that the others wait for, with its line, and ends the wait.
 
-A thread per task looks each second. If this task has waited longer than the limit, it asks all tasks through TensorFlow's coordination
-service. Each writes its stacks to its log and publishes where it is; the task that asked decides, and publishes its verdict.
+Each task has a thread that looks each second. If its task has waited longer than the limit, it asks all tasks through TensorFlow's
+coordination service. Each task writes its stacks to its log and publishes a report; the task that asked decides, and publishes its verdict.
 """
 
 from __future__ import annotations
@@ -27,29 +27,29 @@ from tfdist.runtime.activity import main as activity
 from tfdist.runtime.log import logger
 
 REASON_PREFIX = "tfdist: "  # begins the reason with which this process aborts the collectives of all workers
-HANG = "for it in "  # a part of the reason if a task hangs
+HANG = "for it in "  # part of the reason if a task hangs
 _LOOK_EVERY = 1.0  # seconds
 _ANSWER_WITHIN = 3.0  # seconds in which a task's thread answers
-_LATE_ANSWER_WITHIN = 10.0  # seconds more for a task that answers the network: the machine may be overloaded
+_LATE_ANSWER_WITHIN = 10.0  # further seconds for a task whose port answers: its machine may be overloaded
 _VERDICT_WITHIN = 25.0  # seconds to wait for the verdict
-_END_AFTER = 10.0  # seconds after which the named task ends itself
+_END_AFTER = 10.0  # seconds after which the named task ends its process
 _READ_WITHIN = 1.0  # seconds to read a variable, which may wait for TensorFlow
-_WAITS_ON = "-"  # the verdict that it is no hang
+_WAITS_ON = "-"  # the verdict that no task hangs
 _REMEDY = "Start all tasks again, to continue from the last backup if there is one."
 _watch: HangWatch | None = None
 
 
 @dataclasses.dataclass
 class Report:
-    """Where a task is.
+    """Report of a task's activity.
 
     Attributes:
-        phase: `"step"` or `"exchange"` (it waits for others), `"data"` (its step waits for its own data), `"building"` (a model), `"saving"`,
+        phase: `"step"` or `"exchange"` (waits for others), `"data"` (its step waits for its own data), `"building"` (a model), `"saving"`,
             `"evaluating"`, `"user"` for anything else, `"silent"` without an answer.
-        first: Whether its step is a first execution, which may compile, or it builds a model.
+        first: Whether it may compile: a first execution of its step, or the building of a model.
         place: The line of the user's program.
         step: The number of executions that it has begun.
-        waited: For how many seconds it has waited.
+        waited: The seconds of its current wait.
     """
 
     phase: str
@@ -70,8 +70,8 @@ class Report:
         return cls(where, first, stacks.place(), activity.steps, waited)
 
 
-def judge(reports: Mapping[str, Report], asker: str, limit: float) -> dict[str, str]:
-    """Returns the tasks that the others wait for, with what they do; empty if it is no hang, or not yet.
+def awaited_tasks(reports: Mapping[str, Report], asker: str, limit: float) -> dict[str, str]:
+    """Returns the tasks that the others wait for, each with its activity in words; empty if no task hangs, or not yet.
 
     Args:
         reports: The reports of all tasks.
@@ -108,7 +108,7 @@ def judge(reports: Mapping[str, Report], asker: str, limit: float) -> dict[str, 
         if report.phase in ("step", "exchange") and report.waited > limit / 2 and not report.first
     }
     if len(stuck) < len(reports):
-        return {}  # another one saves, evaluates or compiles, or goes on
+        return {}  # another task saves, evaluates, compiles, or has continued
     last = max((report.step, report.phase == "step") for report in stuck.values())
     behind = {
         task: f"waits in another collective at {report.place}"
@@ -121,7 +121,7 @@ def judge(reports: Mapping[str, Report], asker: str, limit: float) -> dict[str, 
 
 
 class HangWatch:
-    """The thread that answers other tasks, and asks them when this one has waited for long. It runs until the process ends.
+    """Thread that answers other tasks, and asks them if this task has waited longer than the limit. It runs until the process ends.
 
     Args:
         cluster: The cluster.
@@ -173,12 +173,8 @@ class HangWatch:
     def _ask(self) -> None:
         self._asked_since = self._waits.since
         request = {"asker": str(self._task), "waited": self._waits.waited()}
-        try:
+        with contextlib.suppress(tf.errors.OpError):  # another task may have asked first
             tf_cluster.publish(self._key(), json.dumps(request))
-        except tf.errors.AlreadyExistsError:
-            pass
-        except tf.errors.OpError:
-            pass
         try:
             self._answer(json.loads(tf_cluster.published(self._key(), _ANSWER_WITHIN)))
         except tf.errors.OpError:  # the chief holds the published texts
@@ -186,7 +182,7 @@ class HangWatch:
             if chief != self._task and reachability.unreachable_tasks(self._cluster, [chief], serving=True):
                 own = Report.of_this_task()
                 reports = {str(self._task): own, str(chief): Report("silent")}
-                self._end(*self._message(judge(reports, str(self._task), self._base()), own))
+                self._end(*self._message(awaited_tasks(reports, str(self._task), self._base()), own))
         self._asked_at = time.monotonic()
 
     def _answer(self, request: dict[str, Any]) -> None:
@@ -222,7 +218,7 @@ class HangWatch:
     def _decide(self, own: Report) -> tuple[str, list[str]]:
         since = self._waits.since
         reports = {str(self._task): own, **self._reports()}
-        named = judge(reports, str(self._task), self._base())
+        named = awaited_tasks(reports, str(self._task), self._base())
         if self._waits.since != since:  # the wait has ended meanwhile
             return "", []
         return self._message(named, dataclasses.replace(own, waited=self._waits.waited()))
@@ -266,7 +262,7 @@ class HangWatch:
         return missing
 
     def _end(self, message: str, named: list[str]) -> None:
-        """Ends the waits of this task; a task that is named and does not end within some seconds is ended."""
+        """Aborts this task's collectives. If the task is named and has not ended after 10 s, ends its process."""
         if not named or self._over.is_set():
             return
         calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{message}")
@@ -294,7 +290,7 @@ def is_late() -> bool:
 
 
 def _read_briefly(read: Callable[[], bool]) -> bool:
-    """Returns what a function returns, or False if that takes too long."""
+    """Returns the result of a function, or False if it takes over a second or raises an error."""
     results: queue.SimpleQueue[bool] = queue.SimpleQueue()
 
     def run() -> None:

@@ -1,7 +1,7 @@
-"""Code of the warm spare: it imports what tasks need, and forks a task for each request. Only the standard library here.
+"""Program of the warm spare: imports the modules that tasks need, and forks a task for each request. Only the standard library here.
 
-Python imports a module of this name before it runs a script. The spare has the command line of the tasks, and this module returns in
-forked processes alone. There Python itself runs the script: arguments, `__main__`, tracebacks and the exit are those of any process.
+Python imports a module of this name before it runs a script. The spare has the command line of the tasks, and this module returns only
+in forked processes. There Python runs the script: arguments, `__main__`, tracebacks and the exit are those of any process.
 `launch/warm.py` starts the spare.
 """
 
@@ -13,7 +13,7 @@ from collections.abc import Mapping
 
 VARIABLE = "TFDIST_SPARE"  # the spare's own part of the environment, as JSON
 _TITLE = b"tfdist: warm spare\0"
-_shown: list[object] = []  # memory of what /proc shows
+_shown: list[object] = []  # keeps the memory that /proc shows
 _SET_MM, _SET_MM_MAP = 35, 14  # of prctl
 
 
@@ -33,7 +33,7 @@ def _serve(plan: str) -> None:
     gc.disable()  # a collection would take a second and free nothing
     if not _import(modules, folder):
         os._exit(1)
-    gc.freeze()  # or each collection in a task copies the pages that it shares with the spare
+    gc.freeze()  # otherwise each collection in a task copies the pages that it shares with the spare
     launcher.send(b"ready")
     while True:
         request, files, _, _ = socket.recv_fds(launcher, 1 << 18, 1)
@@ -63,7 +63,9 @@ def _serve(plan: str) -> None:
         else:
             os.environ[name] = value
     _show(command_line, os.environb)
-    sys.modules["numpy"].random.seed()  # or all tasks would draw the same numbers; Python's `random` does so itself
+    sys.modules[
+        "numpy"
+    ].random.seed()  # otherwise all tasks would draw the same numbers; Python's `random` seeds itself after a fork
     gc.enable()
 
 
