@@ -55,6 +55,27 @@ def test_long_work_is_no_hang(tmp_path, monkeypatch, transport, how, rank):
         assert all("ClusterError" not in roles.log(task) for task in roles.processes)
 
 
+@pytest.mark.parametrize(
+    ("how", "what"),
+    tiers.cases(
+        [
+            ("pipeline", "tfdist.errors.ClusterError: worker:1 has run step "),
+            ("step", "tfdist.errors.ClusterError: worker:"),
+            ("map", "s for its data at tests/multiprocess/ps_hang_program.py:"),
+        ],
+        quick=1,
+    ),
+)
+def test_a_step_on_a_worker_and_the_data_of_the_chief_are_bounded(tmp_path, how, what):
+    command = fork_server.command("tests.multiprocess.ps_hang_program", how, str(LIMIT))
+    with Roles(command, tmp_path / "roles", workers=2, ps=1) as roles:
+        assert roles.wait("chief:0", 150) == 1
+        log = roles.log("chief:0")
+        assert what in log, log
+        assert "longer than the limit of 5 s (strategy.timeout_seconds)" in log
+        assert [roles.wait(task, 30) for task in ("worker:0", "worker:1", "ps:0")] == [1, 1, 1]
+
+
 def test_the_limit_follows_the_longest_step():
     now = 0.0
     waits = Activity(clock=lambda: now)
