@@ -252,3 +252,15 @@ def test_who_cannot_use_mpi_is_told_so_on_all_workers(tmp_path, options, sentenc
     for rank in range(2):
         said = (tmp_path / f"worker-{rank}.log").read_text()
         assert f"ConfigError: strategy.transport=mpi is not possible: {sentence}" in said, said + done.stderr
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("how", "what"), [("callback", "is at"), ("map", "waits for its data at")])
+def test_the_rank_that_hangs_is_named_with_its_line(tmp_path, how, what):
+    program = "tests.multiprocess.hang_program"
+    command = [*harness.MPIRUN, "-np", "2", sys.executable, "-m", program, how, "1", "5", str(tmp_path)]
+    done = subprocess.run(
+        ["timeout", "200", *command], env=harness.mpi_environ("mpi"), cwd=harness.ROOT, capture_output=True, text=True
+    )
+    assert done.returncode == 1, done.stderr
+    assert f"tfdist.errors.ClusterError: worker:1 {what} tests/multiprocess/hang_program.py:" in done.stderr

@@ -58,6 +58,9 @@ class OwnTime:
             None  # the start of the step that is being traced; None once its gradients are ready
         )
         self._waits: list[tf.Tensor] = []  # the waits of that step so far
+        self._fetching: Any = (
+            None  # while a step's data are traced: the variable that is true while the step waits for its own data
+        )
 
     def execute(self, execution: Callable[[], _Result], trains: bool) -> _Result:
         """Runs an execution and returns its result; measures the time since the last one if both train."""
@@ -94,6 +97,15 @@ class OwnTime:
         finally:
             self._begun = None
 
+    @contextlib.contextmanager
+    def fetching(self, flag: Any) -> Iterator[None]:
+        """Makes `flag`, a variable, false before a collective within the context: TensorFlow's iterators also wait for the other tasks' data."""
+        self._fetching = flag
+        try:
+            yield
+        finally:
+            self._fetching = None
+
     @property
     def is_measuring(self) -> bool:
         """Returns whether a step is measured whose gradients are not ready yet."""
@@ -104,6 +116,9 @@ class OwnTime:
 
         Replicas of one process wait together, so only the wait of the first one is subtracted.
         """
+        if self._fetching is not None:
+            with tf.control_dependencies(_tensors(value)):
+                self._fetching.assign(False, read_value=False)
         if self._begun is None:
             with waiting() if tf.executing_eagerly() else contextlib.nullcontext():
                 return collective()
@@ -127,9 +142,12 @@ class OwnTime:
 
 def _time_of(values: Structure) -> tf.Tensor:
     """Returns the time at which all of the values are ready."""
-    tensors = [value for value in tf.nest.flatten(values, expand_composites=True) if isinstance(value, tf.Tensor)]
-    with tf.control_dependencies(tensors):
+    with tf.control_dependencies(_tensors(values)):
         return tf.timestamp()
+
+
+def _tensors(values: Structure) -> list[tf.Tensor]:
+    return [value for value in tf.nest.flatten(values, expand_composites=True) if isinstance(value, tf.Tensor)]
 
 
 def own_time_of(strategy: object) -> OwnTime | None:

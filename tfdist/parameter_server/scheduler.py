@@ -61,7 +61,7 @@ class Scheduler:
         self._since: dict[int, float] = {}  # when each busy worker began its function
         self._waits = {worker: Activity() for worker in range(self.workers)}  # the worker's functions
         self._known: set[tuple[int, Any]] = set()  # workers and the kinds of functions that they have run
-        self._said = 0.0
+        self._said = self._bounded = 0.0
 
     @property
     def has_lost_servers(self) -> bool:
@@ -86,7 +86,7 @@ class Scheduler:
             result, error = None, None
             try:
                 result = function(worker)
-                self._waits[worker].end()
+                self._waits[worker].end(counts_first=True)  # each epoch may begin with such a wait for data
                 self._known.add((worker, kind))
             except Exception as e:
                 if _is_cluster_error(e):
@@ -105,19 +105,25 @@ class Scheduler:
         with self.explain_errors():
             self._cluster.schedule(run, None, None)
 
+    def begin_next_step(self, worker: int) -> None:
+        """Notes that the function that `worker` runs begins another of its steps; call it in the function."""
+        self._waits[worker].end(counts_first=True)
+        self._waits[worker].begin("step")
+
     def take(self, results: queue.SimpleQueue[Any]) -> tuple[Any, Any, Exception | None, int]:
         """Waits for the next item in `results`. Raises ClusterError if a parameter server is lost, or if all workers are lost for 300 s."""
         begun = looked = time.monotonic()
         while True:
-            try:
-                return results.get(timeout=_LOST_AFTER)
-            except queue.Empty:
-                if self.has_lost_servers:
-                    raise self._server_lost(self._watch.lost_servers) from None
+            if time.monotonic() - self._bounded > _LOST_AFTER:  # also while other workers' results arrive
                 self._end_long_step()
-                if time.monotonic() - looked > _CHECK_AFTER:
-                    self._look(time.monotonic() - begun)
-                    looked = time.monotonic()
+                self._bounded = time.monotonic()
+            with contextlib.suppress(queue.Empty):
+                return results.get(timeout=_LOST_AFTER)
+            if self.has_lost_servers:
+                raise self._server_lost(self._watch.lost_servers)
+            if time.monotonic() - looked > _CHECK_AFTER:
+                self._look(time.monotonic() - begun)
+                looked = time.monotonic()
 
     @contextlib.contextmanager
     def explain_errors(self) -> Iterator[None]:
@@ -174,19 +180,24 @@ class Scheduler:
             logger.warning(f"waiting for {reachability.format_tasks(self._spec, absent)}")
 
     def _end_long_step(self) -> None:
-        """Raises ClusterError if a worker that answers has run its step for longer than the limit."""
+        """Raises ClusterError if a worker has run its step for longer than the limit, since it and all servers answer."""
+        now, silent_at = time.monotonic(), dict(self._watch.silent_at)
         longest = max(waits.longest for waits in self._waits.values())
         for worker, waits in self._waits.items():
+            task = TaskSpec("worker", worker)
             waits.longest = longest  # one limit for all
-            seconds, limit = waits.waited(), waits.limit(self._timeout_seconds)
-            if seconds <= limit or TaskSpec("worker", worker) in self._watch.silent:
+            answers_since = max(
+                (at for other, at in silent_at.items() if other == task or other.type == "ps"), default=0.0
+            )
+            seconds, limit = min(waits.waited(), now - answers_since), waits.limit(self._timeout_seconds)
+            if seconds <= limit:
                 continue
-            stacks.dump(f"worker:{worker} has run a step for {seconds:.0f} s")
+            stacks.dump(f"{task} has run a step for {seconds:.0f} s")
             stacks.ask_all()
-            self._watch.hung.add(TaskSpec("worker", worker))
+            self._watch.hung.add(task)
             raise ClusterError(
-                f"worker:{worker} has run step {waits.steps} for {seconds:.0f} s, longer than the limit of {limit:.0f} s "
-                f"({waits.reason(self._timeout_seconds)}); see its log. Start the training again, to resume from its last backup."
+                f"{task} has run step {waits.steps} for {seconds:.0f} s, longer than the limit of {limit:.0f} s "
+                f"({waits.reason(self._timeout_seconds)}). Start the training again, to resume from its last backup."
             )
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:

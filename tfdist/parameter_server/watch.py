@@ -46,12 +46,14 @@ class Watch:
 
     Attributes:
         hung: Workers whose step has taken longer than the limit: the shutdown does not wait for them.
+        silent_at: When tasks last did not answer, by `time.monotonic`.
         given_up: The tasks that are given up, with the reasons. A worker is removed when it answers again.
     """
 
     def __init__(self, cluster: ClusterSpec, server_timeout: float, timeout_seconds: float | None = None):
         self._timeout_seconds = timeout_seconds
         self.hung: set[TaskSpec] = set()
+        self.silent_at: dict[TaskSpec, float] = {}
         self._cluster = cluster
         self._limits = {"worker": WORKER_TIMEOUT, "ps": max(server_timeout - _LAST_ROUND, reachability.REPORT_EVERY)}
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
@@ -68,11 +70,6 @@ class Watch:
     def lost_servers(self) -> dict[TaskSpec, str]:
         """The servers that are given up, with the reason."""
         return {task: reason for task, reason in self.given_up.items() if task.type == "ps"}
-
-    @property
-    def silent(self) -> set[TaskSpec]:
-        """The tasks that do not answer now."""
-        return {*self._silent.seconds}
 
     def _end_long_wait(self) -> None:
         """Ends the process if the main thread has waited for its data for longer than the limit: nothing else can end that wait."""
@@ -96,6 +93,7 @@ class Watch:
             self._end_long_wait()
             absent = reachability.unreachable_tasks(self._cluster, self._tasks, serving=True)
             self._silent.note({task for task, reason in absent.items() if reason not in reachability.ENDED})
+            self.silent_at |= dict.fromkeys(self._silent.seconds, time.monotonic())
             now = {
                 task: f"no answer for {seconds:.0f} s"
                 for task, seconds in self._silent.seconds.items()

@@ -193,11 +193,13 @@ class PipelinesIterator:
         inputs = step.step_inputs(0, 0, 0).numpy()
 
         def run(pipeline: int, worker: int) -> list[list[np.ndarray]]:
-            results = []
+            results: list[list[np.ndarray]] = []
             iterator = iter(self._data.dataset(pipeline))
             for number in itertools.count(pipeline, pipelines):
                 if steps is not None and number >= steps:
                     break
+                if results:
+                    scheduler.begin_next_step(worker)
                 try:
                     step_inputs = tf.constant([0, 0, inputs[2] + number, *inputs[3:]], tf.float64)
                     results.append(step.call(traced, iterator, step_inputs))
@@ -208,7 +210,7 @@ class PipelinesIterator:
         done: list[list[list[np.ndarray]]] = []
         flight = InFlight(scheduler, done.append, ordered=True)
         for pipeline in range(pipelines):
-            flight.add(functools.partial(run, pipeline))
+            flight.add(functools.partial(run, pipeline), id(traced))
         flight.drain()
         for row in itertools.zip_longest(*done):
             yield from (result for result in row if result is not None)

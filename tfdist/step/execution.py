@@ -291,10 +291,11 @@ class Execution:
             return *self._reduced(packed), (waited, done)
 
     def _fetch(self, get: Callable[[], Structure]) -> tuple[Structure, tf.Tensor]:
-        """Returns what `measure_input_wait` returns, and marks the time in which the step waits for its data."""
+        """Returns what `measure_input_wait` returns, and marks the time in which the step waits for this task's data."""
         if self._fetching is None:
             return measure_input_wait(get)
-        with tf.control_dependencies([self._fetching.assign(True, read_value=False)]):
+        marked = tf.control_dependencies([self._fetching.assign(True, read_value=False)])
+        with marked, self._strategy.own_time.fetching(self._fetching):
             data, seconds = measure_input_wait(get)
         with tf.control_dependencies(
             [part for part in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(part)]
@@ -335,7 +336,7 @@ def _count_trace() -> None:
 
 
 def _fetch_flag(strategy: Strategy) -> tuple[Any, Callable[[], bool]]:
-    """Returns a variable that is true while a step waits for its data, and a function that reads it; None with one worker."""
+    """Returns a variable that is true while a step waits for this task's data, and a function that reads it; None with one worker."""
     if not strategy.traits.several_processes or strategy.num_workers == 1:
         return None, bool
     with tf.init_scope(), tf.device("CPU:0"):

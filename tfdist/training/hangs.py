@@ -27,7 +27,7 @@ from tfdist.runtime.activity import main as activity
 from tfdist.runtime.log import logger
 
 REASON_PREFIX = "tfdist: "  # begins the reason with which this process aborts the collectives of all workers
-HANG = "for it in "  # part of the reason if a task hangs
+HANG = "longer than the limit of "  # part of the reason if a task hangs
 _LOOK_EVERY = 1.0  # seconds
 _ANSWER_WITHIN = 3.0  # seconds in which a task's thread answers
 _LATE_ANSWER_WITHIN = 10.0  # further seconds for a task whose port answers: its machine may be overloaded
@@ -89,17 +89,10 @@ def awaited_tasks(reports: Mapping[str, Report], asker: str, limit: float) -> di
             continue
         elif report.phase == "user" and task != asker:
             named[task] = f"is{at}" if at else "is outside of a step"
-        elif report.phase == "data" and at:
-            named[task] = f"waits for its data{at}"
+        elif report.phase == "data":
+            named[task] = f"waits for its data{at}" if at else "waits for data in its input pipeline"
         elif report.first:
             named[task] = f"is in its first step{at}"
-    if not named:  # a pipeline without Python code; TensorFlow's iterators also wait for the other tasks' data
-        named = {
-            task: "waits for data in its input pipeline"
-            for task, r in reports.items()
-            if r.phase == "data" and not r.first
-        }
-        named = named if len(named) < len(reports) or not patient else {}
     if named:
         return named
     stuck = {
@@ -231,10 +224,12 @@ class HangWatch:
             return "", []
         where = f"step {own.step}" if own.phase in ("step", "data") else f"an exchange after step {own.step}"
         what = "; ".join(f"{task} {text}" for task, text in named.items())
-        limit = self._waits.limit(self._fixed)
+        who, whom = str(self._task), "for it " if len(named) == 1 else "for them "
+        if who in named:
+            who, whom = "it" if len(named) == 1 else who, ""
         return (
-            f"{what}; {self._task} has waited {own.waited:.0f} s {HANG}{where}, longer than the limit of {limit:.0f} s "
-            f"({self._waits.reason(self._fixed)}). {_REMEDY}"
+            f"{what}; {who} has waited {own.waited:.0f} s {whom}in {where}, "
+            f"{HANG}{self._waits.limit(self._fixed):.0f} s ({self._waits.reason(self._fixed)}). {_REMEDY}"
         ), list(named)
 
     def _reports(self) -> dict[str, Report]:
