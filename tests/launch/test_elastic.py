@@ -55,6 +55,19 @@ def test_a_job_of_four_goes_on_with_two_and_grows_back(job, flags):
     assert said[-1] == "[worker:0] 4 workers end"
 
 
+def test_the_tasks_of_each_size_come_from_the_spare(job):
+    script = """
+import tfdist
+if TASK["index"] == 1:
+    os.kill(os.getpid(), signal.SIGKILL)
+if len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]) == 2:
+    sleep_for_ever()
+say(f"TensorFlow is here: {'tensorflow' in sys.modules}")  # `import tfdist` alone does not import it
+"""
+    assert job.run(script, "--workers=1:2") == 0
+    assert "[worker:0] TensorFlow is here: True" in job.output().splitlines()
+
+
 def test_an_exception_of_the_program_changes_no_size(job):
     assert job.run("sys.exit(7)", "--workers=1:2") == 7
     assert "continuing with" not in job.output()

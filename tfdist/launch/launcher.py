@@ -251,7 +251,7 @@ class Launcher:
             with selectors.DefaultSelector() as self._selector:
                 for spec in self._specs:
                     self._start(spec)
-                if not (self.restarts.limit or self._has_evaluator):  # no other task will start
+                if not (self.restarts.limit or self._sizes or self._has_evaluator):  # no other task will start
                     self._warm.close()
                 self._watch()
         finally:
