@@ -438,6 +438,8 @@ def test_a_launcher_that_is_killed_is_named_and_one_in_its_place_joins(enter, pr
     leader = enter(hosts, 0)
     killed, other = programs(hosts, 1, 2)
     assert meet(leader) == [Round(1, (0, 1, 2))]
+    for each in (killed, other):
+        each.until("number=1")
     killed.signal(signal.SIGKILL)
     lost = interruption(leader)
     assert f"the launcher of {hosts[1]} has ended" in lost.why
