@@ -46,11 +46,14 @@ class Average:
     def add(self, name: str, total: Any, count: Any) -> None:
         self._sums[name] = self._sums.get(name, np.zeros(2)) + np.array([float(total), float(count)])
 
+    def means(self, prefix: str = "") -> dict[str, float]:
+        return {prefix + name: total / count if count else 0.0 for name, (total, count) in self._sums.items()}
+
     def result(self, case: Case, prefix: str = "") -> dict[str, float]:
-        found = {prefix + name: total / count if count else 0.0 for name, (total, count) in self._sums.items()}
+        """Returns the means, and the metrics of batches."""
         output = "b_" if case.model in SEVERAL else ""
         others = batch_metrics.right(case.batch_metrics, self.batches)
-        return found | {prefix + output + name: value for name, value in others.items()}
+        return self.means(prefix) | {prefix + output + name: value for name, value in others.items()}
 
 
 def loss_of(

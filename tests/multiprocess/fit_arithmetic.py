@@ -126,7 +126,7 @@ class Objective:
         return bool(layers) and getattr(layers[0], "mask_zero", False) and len(self.model.output_shape) == 3
 
     def logs(self) -> dict[str, Any]:
-        found: dict[str, Any] = self._logs.result()
+        found: dict[str, Any] = self._logs.means()
         for name, kinds in self._metrics.items():
             for kind in kinds:
                 key = f"{name}_{kind}" if name else getattr(kind, "name", kind)
@@ -152,7 +152,7 @@ class OwnObjective(Objective):
 
     def logs(self) -> dict[str, Any]:
         fixed = {"rate": 0.5, "steps": 3, "pair": np.array([1.0, 2.0])} if self._trains else {}
-        return self._logs.result() | fixed
+        return self._logs.means() | fixed
 
 
 class Descent:
