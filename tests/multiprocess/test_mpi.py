@@ -79,7 +79,7 @@ def test_compressors_exchange_what_they_do_by_grpc(tmp_path, size):
 
 @pytest.mark.slow
 def test_compressors_exchange_what_they_do_by_grpc_where_ranks_share_a_host(tmp_path, monkeypatch):
-    monkeypatch.setenv(harness.HOSTS, "a,b,a")
+    monkeypatch.setenv(harness.HOSTS, "a,a,b")  # ranks of a host are a branch of the tree of sums: equal bits
     test_compressors_exchange_what_they_do_by_grpc(tmp_path, 3)
 
 
