@@ -90,7 +90,11 @@ def test_the_slow_one_of_two_workers_is_named(tmp_path, options):
 @pytest.mark.parametrize(("chief", "ps"), [("worker:0", 0), ("chief:0", 1)])
 def test_a_worker_that_signals_stop_most_of_the_time_is_named(tmp_path, chief, ps):
     # A program of its own: SIGSTOP to a forked one stops its client alone.
-    options = {"slow": "stopped", "data": "function", "width": 1024}
+    options = {
+        "slow": "stopped",
+        "data": "function",
+        "width": 3072,
+    }  # steps of 10 ms and more: differences of 5 ms are noise
     command = [sys.executable, "-m", "tests.multiprocess.slow_program", str(tmp_path), json.dumps(options)]
     with Roles(command, tmp_path / "roles", workers=2, ps=ps) as roles:
         ends = time.monotonic() + 300
