@@ -230,31 +230,6 @@ def test_a_damaged_record_is_an_error_when_it_is_read(tmp_path):
         labels(stored)
 
 
-def test_indices_are_kept_until_a_file_changes(tmp_path, monkeypatch):
-    shards(tmp_path, 9)
-    flip(tmp_path / "part-1.tfrecord", positions(tmp_path / "part-1.tfrecord")[3] + 12)
-    scanned, scan = [], record_files._scan
-
-    def counted(*arguments):
-        scanned.append(arguments[1])
-        return scan(*arguments)
-
-    monkeypatch.setattr(record_files, "_scan", counted)
-    options = {"on_corrupt": "skip", "index_dir": tmp_path / "indices"}
-    texts = [data.records_from(tmp_path, parse_one, **options).describe() for _ in range(2)]
-    assert (len(scanned), len(set(texts))) == (2, 1)
-    assert labels(data.records_from(tmp_path, parse_one, **options).in_order()) == [y for y in range(N) if y != 12]
-    write(tmp_path / "part-0.tfrecord", examples(0, 5))
-    kept = sorted((tmp_path / "indices").iterdir())
-    assert len(kept) == 2
-    kept[0].write_bytes(b"damaged")
-    assert len(labels(data.records_from(tmp_path, parse_one, **options))) == 5 + 13
-    assert len(scanned) in (3, 4), "the changed file, and the one whose index is damaged, if it is another one"
-    (tmp_path / "file").touch()
-    with pytest.raises(ConfigError, match=r"index_dir .*/file/a cannot be written: Not a directory. Free the disk"):
-        data.records_from(tmp_path, parse_one, index_dir=tmp_path / "file" / "a")
-
-
 def test_more_files_than_may_be_open(tmp_path, monkeypatch):
     monkeypatch.setattr(record_files, "_MOST_OPEN", 2)
     shards(tmp_path, *range(1, N))

@@ -32,9 +32,8 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
 def describe_data(x: Data, y: Data) -> dict[str, Any]:
     """Returns the types, shapes and size of training data, as far as they are known."""
     if isinstance(x, tf.data.Dataset):
-        size = (
-            {} if is_own(x) else {"batches": int(x.cardinality())}
-        )  # the number of own batches differs between workers
+        # The number of own batches differs between workers.
+        size = {} if is_own(x) else {"batches": int(x.cardinality())}
         return {"elements": str(x.element_spec), **size}
     if isinstance(x, StoredData):
         return {"stored": x.describe()}

@@ -168,9 +168,8 @@ class Storage:
                     written[name] = {"bytes": urls.size(self.path(point, name))}
             index = files.read(self.path(point, f"{part}.index"))
             written[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
-        body = json.loads(
-            json.dumps({**values, "files": written})
-        )  # the checksum is of the values as they will be read
+        # The checksum is of the values as they will be read.
+        body = json.loads(json.dumps({**values, "files": written}))
         body["crc32"] = contents.checksum(body)
         urls.write(self.path(point, MANIFEST), json.dumps(body, indent=1).encode())
 
@@ -264,9 +263,8 @@ class Storage:
         for point in self.points() if self.is_shared or self.rank == 0 else ():
             self.remove(point, every_rank)
         if files.is_local(self.folder):
-            with contextlib.suppress(
-                OSError
-            ):  # it has other files, another rank was faster, or it is a volume or in another user's folder
+            # It has other files, another rank was faster, or it is a volume or in another user's folder.
+            with contextlib.suppress(OSError):
                 os.rmdir(self.folder)
             return
         with contextlib.suppress(FileNotFoundError):  # an object store, which has no empty folders

@@ -12,9 +12,8 @@ from tfdist.errors import format_value, truncate, unknown_name_message
 JOBS = ("chief", "worker", "ps")
 TASK_TYPES = (*JOBS, "evaluator")
 MOST_TASKS = 10_000  # more are a mistake
-_LOOPBACK = re.compile(
-    r"localhost|(127|0)(\.[0-9.]+)?", re.IGNORECASE
-)  # systems read `127.1` as a loopback address, too
+# Systems read `127.1` as a loopback address, too.
+_LOOPBACK = re.compile(r"localhost|(127|0)(\.[0-9.]+)?", re.IGNORECASE)
 _ADDRESS = re.compile(r"(?P<host>\[[0-9A-Fa-f:.]+(%[A-Za-z0-9_.-]+)?\]|[A-Za-z0-9_.-]+):(?P<port>[0-9]+)")
 
 

@@ -15,7 +15,6 @@ from tfdist.collectives.calls import Calls
 from tfdist.collectives.communicator import CrossProcessCommunicator, Result
 from tfdist.collectives.requests import Cond
 from tfdist.compat import tf_cluster
-from tfdist.runtime import flight_record
 
 _LAST = "tfdist_last_exchange"  # the graph collection with the last exchange, for which the next one waits
 _GATE = (3,)  # a shape that no other collective has, so that TensorFlow raises if ranks run different collectives
@@ -130,8 +129,7 @@ class BufferedCommunicator(CrossProcessCommunicator):
         inputs = arguments if isinstance(arguments, list) else [arguments]
 
         def checked(*arrays: np.ndarray) -> Any:
-            with flight_record.ring.recording(kind, sum(array.nbytes for array in arrays)):
-                return self.calls(lambda: self._checked(kind, function, arrays))
+            return self.calls(lambda: self._checked(kind, function, arrays))
 
         def call() -> list[tf.Tensor]:
             with tf.device("CPU:0"):
@@ -145,9 +143,8 @@ class BufferedCommunicator(CrossProcessCommunicator):
             return super()._answer(requests)
 
         def ended(branches: Sequence[Callable[[], Any]]) -> Any:
-            results = self.run(
-                [branch() for branch in branches], self._lane or 1
-            )  # a nonzero lane: no gate within a condition
+            # A nonzero lane: no gate within a condition.
+            results = self.run([branch() for branch in branches], self._lane or 1)
             with tf.control_dependencies(_before()):
                 return tf.nest.map_structure(tf.identity, results)
 

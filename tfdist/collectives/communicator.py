@@ -288,8 +288,6 @@ class CrossProcessCommunicator(Communicator):
         if collective is tf_cluster.all_gather and tensor.dtype == tf.bfloat16:
             return tf.bitcast(self._launch(collective, tf.bitcast(tensor, tf.float16), key, **how), tf.bfloat16)
         options = tf_cluster.options(self._launcher)
-        if not tf.executing_eagerly():
-            activity.traced(_byte_count(tensor) if tensor.shape.is_fully_defined() else 0)
         with tf.device(tf_cluster.device(self._launcher)):
             return collective(
                 tensor,

@@ -171,9 +171,8 @@ def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
         with greeting.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
             began = time.monotonic()
             preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
-            time.sleep(
-                min(_LINGER, max(0.0, began + timeout - time.monotonic()))
-            )  # others may still try to reach this task
+            # Others may still try to reach this task.
+            time.sleep(min(_LINGER, max(0.0, began + timeout - time.monotonic())))
     except ClusterError as e:
         print(printable_lines(e), file=sys.stderr)
         return 1

@@ -1,6 +1,6 @@
-"""Shows where the tasks of a running job are: who is behind, the last collectives of each task, and the stacks of its threads.
+"""Shows where the tasks of a running job are, which of them the others wait for, and the stacks of their threads.
 
-    tfdist stacks WORKDIR [--brief] [--last=5]   # exit code 1 if no task runs
+    tfdist stacks WORKDIR [--brief]   # exit code 1 if no task runs
 
 WORKDIR is the work directory of `tfdist train`, or the folder of the logs of `tfdist launch`. The tasks of this host get a signal (SIGUSR2),
 and those of other hosts find a request in the folder, if they share it. The tasks continue. Run it as the user who runs the job.
@@ -10,7 +10,6 @@ and those of other hosts find a request in the folder, if they share it. The tas
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
 import pathlib
@@ -22,12 +21,16 @@ from absl import flags
 
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, format_value, printable_lines
-from tfdist.runtime import files, flight_record, process_end, stacks
+from tfdist.runtime import files, process_end, stacks
 from tfdist.runtime.log import logger, print_always
 
 _ANSWER_WITHIN = 3.0  # seconds; tasks of other hosts look each second
 _SETTLED = 0.2  # seconds without a new line after which an answer is complete
-_WAITS_AFTER = 1.0  # seconds in one collective after which a task is reported as waiting
+# The files whose functions wait for other tasks.
+_WAITS_IN = (
+    f"step{os.sep}execution.py",
+    f"collectives{os.sep}ranks.py",
+)
 
 
 @dataclasses.dataclass
@@ -40,8 +43,6 @@ class Task:
         size: The size of the file before the request.
         state: `"stopped"`, `"ended"`, `"no answer"`, or an empty text for a task that answers.
         text: The stacks that it has written.
-        records: Its last collectives, the oldest first.
-        before: The number of its last collective before the request.
     """
 
     header: stacks.Header
@@ -49,13 +50,12 @@ class Task:
     size: int
     state: str = ""
     text: str = ""
-    records: list[flight_record.Record] = dataclasses.field(default_factory=list)
-    before: int = 0
 
     @property
-    def last(self) -> int:
-        """The number of its last collective, 0 without one."""
-        return self.records[-1].number if self.records else 0
+    def waits(self) -> bool:
+        """Whether its main thread is in a step or an exchange, where it waits for the other tasks."""
+        *_, main = [*stacks.parse(self.text)] or [[]]
+        return any(frame.is_of_package and frame.file.endswith(_WAITS_IN) for frame in main)
 
     @property
     def place(self) -> str:
@@ -63,21 +63,9 @@ class Task:
         *others, main = [*stacks.parse(self.text)] or [[]]
         return stacks.place(main, others)
 
-    def read_records(self) -> None:
-        """Reads its last collectives."""
-        with contextlib.suppress(OSError):
-            self.records = flight_record.read(self.path.with_suffix(flight_record.SUFFIX))
-
-    def describe(self, now: float) -> str:
+    def describe(self) -> str:
         """Returns its state in words."""
-        running = [record for record in self.records if record.state == "running"]
-        if self.state:
-            return self.state
-        if running and self.last == self.before and now - running[-1].begun > _WAITS_AFTER:
-            return f"waits {now - running[0].begun:.0f} s in {running[0].kind}"
-        if self.last > self.before:
-            return "steps"
-        return "runs, in no collective" if self.records else "runs"
+        return self.state or ("waits for others" if self.waits else "runs")
 
 
 def main(argv: Sequence[str]) -> int:
@@ -86,18 +74,13 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_bool("brief", False, "Show no stacks.", flag_values=values)
-    flags.DEFINE_integer(
-        "last", 5, "Number of each task's last collectives to show.", 0, flight_record.LENGTH, flag_values=values
-    )
     try:
         words = command_line.read_flags(values, argv)[1:]
         if values.help:
             print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
         if len(words) != 1:
-            raise ConfigError(
-                f"Usage: tfdist stacks WORKDIR [--brief] [--last=5]. Received: {' '.join(argv[1:]) or 'nothing'}"
-            )
+            raise ConfigError(f"Usage: tfdist stacks WORKDIR [--brief]. Received: {' '.join(argv[1:]) or 'nothing'}")
         tasks = find(words[0])
         if not tasks:
             raise ConfigError(
@@ -114,7 +97,7 @@ def main(argv: Sequence[str]) -> int:
     if all(task.state == "ended" for task in tasks):
         logger.error(f"no task of {format_value(words[0])} runs; the logs there show how they ended.")
         return 1
-    print(printable_lines(report(tasks, time.time(), values.last, values.brief)), flush=True)
+    print(printable_lines(report(tasks, values.brief)), flush=True)
     return 0
 
 
@@ -142,11 +125,9 @@ def find(folder: str) -> list[Task]:
 
 
 def ask(tasks: Sequence[Task]) -> None:
-    """Asks tasks for their stacks, and reads the answers and collectives. Raises PermissionError if a task is another user's."""
+    """Asks tasks for their stacks, and reads the answers. Raises PermissionError if a task is another user's."""
     away = [task for task in tasks if not task.header.is_here]
     for task in tasks:
-        task.read_records()
-        task.before = task.last
         if task.header.is_here and not task.header.is_running():
             task.state = "ended"
         elif task.header.is_here and task.header.is_stopped():
@@ -171,50 +152,28 @@ def ask(tasks: Sequence[Task]) -> None:
             task.text = file.read().decode(errors="replace")
         if not task.state and not task.text:
             task.state = "no answer" + ("" if task.header.is_here else f" from host {task.header.host}")
-        task.read_records()
 
 
-def report(tasks: Sequence[Task], now: float, last: int, brief: bool) -> str:
+def report(tasks: Sequence[Task], brief: bool) -> str:
     """Returns the text that the command prints.
 
     Args:
         tasks: The tasks, after `ask`.
-        now: The time in seconds since the epoch.
-        last: The number of collectives of each task to show.
         brief: Whether to leave out the stacks.
     """
     width = max(len(task.header.task) for task in tasks)
-    lines = []
+    lines = [f"{task.header.task:<{width}}  {task.describe()}{_at(task)}" for task in tasks]
+    behind = [task for task in tasks if not task.waits and task.state != "ended"]
+    if behind and any(task.waits for task in tasks):
+        lines.append(f"behind: {', '.join(task.header.task + _at(task) for task in behind)}")
     for task in tasks:
-        place = f" at {task.place}" if task.place else ""
-        lines.append(f"{task.header.task:<{width}}  {task.describe(now)}{place}")
-    if behind := behind_others(tasks):
-        most = max(task.last for task in tasks)
-        places = [
-            f"{task.header.task} (collective {task.last} of {most})" + (f" at {task.place}" if task.place else "")
-            for task in behind
-        ]
-        lines.append(f"behind: {', '.join(places)}")
-    for task in tasks:
-        if last and task.records:
-            lines += ["", f"{task.header.task}: the last collectives"]
-            lines += [_line(record, now) for record in task.records[-last:]]
         if not brief and task.text:
             lines += ["", f"{task.header.task}: the stacks of all threads", task.text.rstrip()]
     return "\n".join(lines)
 
 
-def behind_others(tasks: Sequence[Task]) -> list[Task]:
-    """Returns the tasks that have begun fewer collectives than others; empty if all are at the same one."""
-    present = [task for task in tasks if task.state != "ended" and task.records]
-    numbers = {task.last for task in present}
-    return [task for task in present if task.last == min(numbers)] if len(numbers) > 1 else []
-
-
-def _line(record: flight_record.Record, now: float) -> str:
-    seconds = (record.ended or now) - record.begun
-    size = f"{record.size:,} bytes"
-    return f"  {record.number:>8}  {record.kind:<31}  {size:>18}  {record.state:<7}  {1000 * seconds:10.1f} ms  {now - record.begun:8.1f} s ago"
+def _at(task: Task) -> str:
+    return f" at {task.place}" if task.place else ""
 
 
 if __name__ == "__main__":

@@ -72,9 +72,8 @@ def _main(argv: Sequence[str]) -> int:
             if command is None:  # --help
                 return 0
             if validation.has_wrong_types(command.config, "cluster", "backup", "start_timeout", "epochs"):
-                validation.check(
-                    command.config, 0, command.faults
-                )  # without the cluster, which depends on these fields
+                # Without the cluster, which depends on these fields.
+                validation.check(command.config, 0, command.faults)
             resolved: ResolvedCluster | None = None
             workers: int | None = 0  # until the cluster is known to be valid
             with collect_errors(faults):
@@ -85,9 +84,8 @@ def _main(argv: Sequence[str]) -> int:
                 validation.check(command.config, workers, command.faults)
             finished = FinishedRun(command.config, command.workdir, command.overwrite)
             with collect_errors(faults):
-                if not (
-                    resolved and resolved.task.type == "evaluator"
-                ):  # an evaluator may evaluate a finished run's remaining backups
+                # An evaluator may evaluate a finished run's remaining backups.
+                if not (resolved and resolved.task.type == "evaluator"):
                     finished.check()
             validation.check(command.config, workers, command.faults)
             if not faults:
@@ -467,10 +465,11 @@ def train(
         summary["training"] = backup.training_id if backup else ""
         before = _read_json(os.path.join(workdir, "summary.json")) or {}
         if backup and all(before.get(name) == summary[name] for name in ("training", "steps")):
+            # The previous process was killed after the training: this one has no measurements.
             summary = {
                 **before,
                 "restarts": summary["restarts"],
-            }  # the previous process was killed after the training: this one has no measurements
+            }
         summary_lib.write_json(os.path.join(workdir, "summary.json"), summary)
         if _SOURCE not in os.environ:
             summary_table.print_summary(summary, workdir)

@@ -51,10 +51,11 @@ __all__ = [
 DEFAULT_BATCH_SIZE = 32  # Keras' default for arrays
 _RELEASE = tuple(map(int, keras.__version__.split(".")[:2]))
 RESETS_METRICS_FOR_BATCH = _RELEASE >= (3, 15)  # whether `train_on_batch` and `test_on_batch` reset metrics
+# Whether a loop without a number of steps warns when data of unknown size end.
 WARNS_OF_UNKNOWN_END = _RELEASE < (
     3,
     16,
-)  # whether a loop without a number of steps warns when data of unknown size end
+)
 
 Method = Function
 

@@ -64,9 +64,8 @@ class _OrderedAllReduce(cross_device_ops.CollectiveAllReduce):
         results = []
         totals = self.sums([[tf.convert_to_tensor(value) for value in tensors] for tensors in replicas])
         for device_name, device_totals in zip(self._devices, totals, strict=True):
-            with tf.device(
-                device_name
-            ):  # a tensor for each replica, because `regroup` merges values that are the same object
+            # A tensor for each replica, because `regroup` merges values that are the same object.
+            with tf.device(device_name):
                 results.append([tf.identity(value) for value in device_totals])
                 if reduce_op == tf.distribute.ReduceOp.MEAN:
                     results[-1] = [value / self._group_size for value in results[-1]]

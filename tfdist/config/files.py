@@ -63,9 +63,8 @@ def _of_program(path: str, source: bytes) -> TrainConfig:
     except BaseException as e:  # sys.exit(), too: it must not look like a finished training
         if isinstance(e, KeyError) and "get_config" not in namespace:
             raise ConfigError(f"--config={path}: the file defines no function get_config().") from None
-        text = re.sub(
-            r"\. Did you mean '\w+'\?$", "", describe_error(e)
-        )  # Python 3.13 adds the hint, but only for some names
+        # Python 3.13 adds the hint, but only for some names.
+        text = re.sub(r"\. Did you mean '\w+'\?$", "", describe_error(e))
         if isinstance(e, ModuleNotFoundError) and (e.name or "").startswith("tfdist."):
             text += "; import public names from tfdist itself, as `from tfdist import Task`"
         elif isinstance(e, ModuleNotFoundError):

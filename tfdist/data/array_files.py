@@ -29,9 +29,8 @@ _SHARD = re.compile(r"(?P<column>.+?)(?:-(?P<shard>\d+)(?:-of-\d+)?)?\.npy")
 _BLOCK_BYTES, _BLOCK_ROWS, _MOST_BLOCKS = 1 << 20, 1 << 12, 1 << 16
 _MOST_MAPS = 256  # maps that are open at once: each holds a file descriptor
 _LONG_ROW = 2048  # bytes, from which on a second copy of a row costs more than a call of NumPy
-_LOCAL_HEADER = struct.Struct(
-    "<4s22xHH"
-)  # of a zip file's member: signature, lengths of the name and of the extra field
+# Of a zip file's member: signature, lengths of the name and of the extra field.
+_LOCAL_HEADER = struct.Struct("<4s22xHH")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

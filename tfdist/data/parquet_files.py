@@ -56,9 +56,8 @@ class ParquetFile:
                 try:
                     (column,) = file.read_row_group(group, [name], use_threads=False).columns
                     if isinstance(_tensor_type(column.type), str):
-                        column = column.cast(
-                            pa.large_binary()
-                        )  # offsets of 64 bits: a row group may hold more than 2 GB
+                        # Offsets of 64 bits: a row group may hold more than 2 GB.
+                        column = column.cast(pa.large_binary())
                     array = column.combine_chunks()
                     array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
                 except (OSError, ValueError, pa.ArrowException) as e:

@@ -131,9 +131,8 @@ class PythonDataState:
         before = self._states()
         hook()
         states = self._states()
-        if (
-            is_new
-        ):  # store only states from which this hook draws and which differ from those after the last hook: usually few
+        # Store only states from which this hook draws and which differ from those after the last hook: usually few.
+        if is_new:
             changes = enumerate(zip(before, self._after_hook, states, strict=True))
             self.drawn_by_hooks.append(
                 {str(index): was for index, (was, last, now) in changes if was not in (last, now)}

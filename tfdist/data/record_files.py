@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import concurrent.futures
-import contextlib
 import dataclasses
 import functools
 import glob
-import hashlib
-import json
 import os
 import struct
-import tempfile
-import zipfile
 from collections.abc import Callable, Sequence
 from typing import IO
 
@@ -91,9 +86,8 @@ class RecordFiles(RowSource):
         for row, (number, offset, length) in enumerate(places):
             path = self._indices[number].path
             try:
-                file = self._open(
-                    path
-                )  # held during the read: of two threads that open a file at once, the cache keeps one file
+                # Held during the read: of two threads that open a file at once, the cache keeps one file.
+                file = self._open(path)
                 data = os.pread(file.descriptor, length + _CHECKSUM.size, offset)
             except OSError as e:
                 raise ValueError(
@@ -117,7 +111,6 @@ def records_from(
     shuffle: bool = True,
     batched: bool = False,
     on_corrupt: str = "fail",
-    index_dir: str | os.PathLike[str] | None = None,
     window: int = WINDOW,
     cache: str | os.PathLike[str] | None = None,
     cache_bytes: int | None = None,
@@ -150,7 +143,6 @@ def records_from(
         batched: Whether `parse` receives the records of a batch.
         on_corrupt: `"fail"` ends all workers with one error that names the worker, the file and the position of a damaged record.
             `"skip"` reads all files once to find the damaged records, warns with their number, and trains as if they did not exist.
-        index_dir: A folder in which the indices of the files are kept for later runs. It may be shared by workers.
         window: The number of records that are shuffled among each other. Blocks of about 1 MB of neighboring records are shuffled over all
             data.
         cache: Where the results of `parse` are kept: "memory", or a folder on a fast disk (see `arrays_from`).
@@ -184,10 +176,10 @@ def records_from(
     if faults:
         raise ConfigError(faults)
     files = _files([os.fspath(each) for each in patterns])
-    skip, folder = on_corrupt == "skip", None if index_dir is None else os.fspath(index_dir)
+    skip = on_corrupt == "skip"
     _checksums()
     with concurrent.futures.ThreadPoolExecutor(_SCANS) as threads:
-        results = list(threads.map(lambda file: _index_or_fault(file, skip, folder), files))
+        results = list(threads.map(lambda file: _index_or_fault(file, skip), files))
     faults = [result for result in results if isinstance(result, str)]
     stored_files.raise_all(faults)
     indices = [result for result in results if isinstance(result, RecordIndex)]
@@ -247,20 +239,13 @@ def _files(patterns: Sequence[str]) -> list[str]:
     return sorted(files)
 
 
-def _index_or_fault(path: str, skip: bool, folder: str | None) -> RecordIndex | str:
-    """Returns the index of a file, from the folder of indices if it is there; or the error of the file."""
+def _index_or_fault(path: str, skip: bool) -> RecordIndex | str:
+    """Returns the index of a file, or its error."""
     try:
         with open(path, "rb", _BUFFER) as file:
             version = stored_files.version(os.fstat(file.fileno()))
             beginning = os.pread(file.fileno(), len(_GZIP), 0)
-            key = json.dumps([os.path.realpath(path), version[:2], skip])
-            name = hashlib.blake2b(key.encode(), digest_size=12).hexdigest() + ".npz"
-            kept = os.path.join(folder, name) if folder else ""
-            index = _load(kept, path, version)
-            if index is None:
-                index = _scan(file, path, version, skip)
-                if fault := _save(kept, index):
-                    return fault
+            index = _scan(file, path, version, skip)
     except OSError as e:
         return f"{path} cannot be read: {e.strerror or e}. Check the file and the permissions."
     if not index.faults:
@@ -331,34 +316,6 @@ def _next_record(file: IO[bytes], position: int, size: int, crc: Callable[[bytes
                 return position + start
         position += _SEARCHED
     return size
-
-
-def _load(kept: str, path: str, version: stored_files.Version) -> RecordIndex | None:
-    """Returns a kept index; None if there is none, or if it is damaged."""
-    with contextlib.suppress(OSError, ValueError, KeyError, EOFError, zipfile.BadZipFile):
-        if kept:
-            with np.load(kept) as arrays:
-                faults = [(position, why) for position, why in json.loads(str(arrays["faults"]))]
-                return RecordIndex(path, arrays["offsets"], arrays["lengths"], faults, version)
-    return None
-
-
-def _save(kept: str, index: RecordIndex) -> str:
-    """Keeps an index, also if several workers do so at once. Returns an error, or an empty text."""
-    if not kept:
-        return ""
-    folder, temporary = os.path.dirname(kept), ""
-    try:
-        os.makedirs(folder, exist_ok=True)
-        descriptor, temporary = tempfile.mkstemp(dir=folder)
-        with open(descriptor, "wb") as file:
-            np.savez(file, offsets=index.offsets, lengths=index.lengths, faults=json.dumps(index.faults))
-        os.replace(temporary, kept)
-    except OSError as e:
-        if temporary:
-            os.remove(temporary)
-        return f"index_dir {folder} cannot be written: {e.strerror or e}. Free the disk, correct the permissions, or choose another folder."
-    return ""
 
 
 def _checksums() -> Callable[[bytes], int]:

@@ -32,9 +32,8 @@ def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
         passes -= 1
     for reshuffling, times in _reshuffling_datasets(dataset, passes, passes):
         for _ in range(times):
-            iter(
-                reshuffling
-            )  # advances only the order of this dataset: its input begins when the iterator is first read
+            # Advances only the order of this dataset: its input begins when the iterator is first read.
+            iter(reshuffling)
 
 
 def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tuple[tf.data.Dataset, int]]:

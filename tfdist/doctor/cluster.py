@@ -20,10 +20,11 @@ _ALONE = "unset TF_CONFIG to train on this machine alone"
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields the resolved cluster, or its errors, and findings about this task's host and port."""
+    # A launched task may have several sources.
     config, is_launched = (
         environ.get("TF_CONFIG", ""),
         bool(environ.get(progress.FOLDER)),
-    )  # a launched task may have several sources
+    )
     others = [name for name, (sign, _) in discovery.RESOLVERS.items() if environ.get(sign, "").strip()]
     others = [name for name in others if name != "tf_config"]
     if "".join(config.split()) not in ("", "{}") and others and not is_launched:

@@ -16,12 +16,12 @@ from typing import IO, Any, Protocol
 import psutil
 
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.runtime import flight_record, progress, stacks, tensorflow_log
+from tfdist.runtime import progress, stacks, tensorflow_log
 from tfdist.runtime.files import open_own
 from tfdist.runtime.tensorflow_log import CXX_LINE, is_tensorflow_log
 
 _TAIL_LINES = 20
-_LOGS = (".log", stacks.SUFFIX, flight_record.SUFFIX)
+_LOGS = (".log", stacks.SUFFIX)
 _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 16  # bytes per read: the size of a pipe
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
@@ -32,9 +32,8 @@ _DETAIL = re.compile(
 )
 _REASON_LENGTH = 200
 _STACKS = stacks.HEADING.encode()
-_STACK_LINE = re.compile(
-    rb"(?:Current thread|Thread) 0x[0-9a-f]+|  File \"|  \.\.\.$|  <"
-)  # the lines that faulthandler writes
+# The lines that faulthandler writes.
+_STACK_LINE = re.compile(rb"(?:Current thread|Thread) 0x[0-9a-f]+|  File \"|  \.\.\.$|  <")
 # The message of `training.lost_workers`.
 _BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained with it")
 _LOST_ANOTHER = re.compile(
@@ -241,9 +240,8 @@ class Failure:
     @property
     def status(self) -> int:
         """The exit code that a shell would show."""
-        return (
-            self.exit_code if self.exit_code > 0 else 128 - self.exit_code if self.exit_code else 1
-        )  # exit code 0 before the end of the training is a failure, too
+        # Exit code 0 before the end of the training is a failure, too.
+        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code if self.exit_code else 1
 
     @property
     def is_of_another(self) -> bool:

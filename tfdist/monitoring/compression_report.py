@@ -43,9 +43,8 @@ def faults(model: keras.Model) -> Iterator[str]:
                 f"nothing was compressed: {compressor.description} starts after {compressor.start_step} updates, but this "
                 f"training has made {updates}; lower start_powerSGD_iter or warmup_steps"
             )
-        if left_out and not isinstance(
-            optimizer, keras.optimizers.LossScaleOptimizer
-        ):  # skipping updates is intended there
+        # Skipping updates is intended there.
+        if left_out and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
             yield (
                 f"{left_out} updates were skipped, because a gradient was not finite, or too large for "
                 f"{compressor.description}; the largest value of fp16 is 65504"

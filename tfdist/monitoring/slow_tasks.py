@@ -76,9 +76,8 @@ class SlowTaskRule:
         task.since += 1
         if not any(task.ratios):
             task.warned = 0.0
-        lasting = (
-            min(task.ratios) if len(task.ratios) == _IN_A_ROW else 0.0
-        )  # one slow comparison does not cause a warning
+        # One slow comparison does not cause a warning.
+        lasting = min(task.ratios) if len(task.ratios) == _IN_A_ROW else 0.0
         if not lasting or (task.warned and lasting < _RATIO * task.warned and task.since < _REPEAT_AFTER):
             return False
         task.warned, task.since = lasting, 0

@@ -141,9 +141,8 @@ class Scheduler:
             while not (absent := reachability.unreachable_tasks(self._spec, servers)) and time.monotonic() < ends:
                 time.sleep(0.2)
             named = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
-            if (
-                not absent and named and tf_cluster.is_server_failure(e)
-            ):  # the server was restarted and has lost its variables
+            # The server was restarted and has lost its variables.
+            if not absent and named and tf_cluster.is_server_failure(e):
                 absent = {TaskSpec("ps", int(named[1])): "started again"}
             if not absent:
                 raise

@@ -59,9 +59,8 @@ class Watch:
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
         self._silent = reachability.SilentTasks(cluster, cluster.chief)
         self.given_up: dict[TaskSpec, str] = {}
-        self._lender = (
-            tf_cluster.lock_lender().start()
-        )  # without it these threads would wait for the lock that a waiting call holds
+        # Without it these threads would wait for the lock that a waiting call holds.
+        self._lender = tf_cluster.lock_lender().start()
         atexit.register(self._leave)
         threading.Thread(target=self._watch, daemon=True, name="tfdist-watch").start()
         threading.Thread(target=self._shut_down, daemon=True, name="tfdist-shut-down").start()
@@ -153,9 +152,8 @@ def shut_down_connections(endpoints: set[Endpoint]) -> int:
             if os.readlink(path).removeprefix("socket:[").removesuffix("]") in inodes:
                 # Use a copy: the descriptor belongs to TensorFlow, which may close it at any moment.
                 with socket.socket(fileno=os.dup(int(path.name))) as connection:
-                    if (
-                        str(os.fstat(connection.fileno()).st_ino) in inodes
-                    ):  # the number may belong to another connection by now
+                    # The number may belong to another connection by now.
+                    if str(os.fstat(connection.fileno()).st_ino) in inodes:
                         connection.shutdown(socket.SHUT_RDWR)
                         count += 1
     return count

@@ -72,18 +72,18 @@ class WorkerStep:
         }
         self._traced: dict[int, TracedStep] = {}
         self._tracing = TracedStep()
+        # Most steps have the same data as the step before.
         self._last: tuple[Any, bool, TracedStep] = (
             None,
             False,
             self._tracing,
-        )  # most steps have the same data as the step before
+        )
         self._attempt_ids = itertools.count(1)
         self._seed_values: list[int] = []
         self._started: list[int] = []
         self._no_sums: set[str] = set()  # names of metrics with a logged warning
-        self._per_step = [1] * len(
-            self._iterations
-        )  # updates of each optimizer in a step, as counted in the last commit
+        # Updates of each optimizer in a step, as counted in the last commit.
+        self._per_step = [1] * len(self._iterations)
 
     def begin(self) -> None:
         """Reads the seeds and the optimizers' counts of updates. Call it when no step is in flight."""

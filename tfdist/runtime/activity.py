@@ -26,7 +26,6 @@ class Activity:
         steps: The number of executions so far.
         traces: The number of traces of a step so far.
         longest: The longest wait in seconds, without first executions.
-        collectives: The number and bytes of TensorFlow's collectives in the functions traced so far.
         fetching: Returns whether the current step waits for its own data.
         watched: Whether a thread bounds the waits.
     """
@@ -37,7 +36,6 @@ class Activity:
         self.where = ""
         self.steps = self.traces = 0
         self.longest = 0.0
-        self.collectives = (0, 0)
         self.fetching: Callable[[], bool] = lambda: False
         self.watched = False
         self._first, self._traced = False, 0
@@ -99,10 +97,6 @@ class Activity:
             yield
         finally:
             self.end(counts=self.steps > 1)
-
-    def traced(self, size: int) -> None:
-        """Notes a collective of TensorFlow that is traced, with its bytes if they are known."""
-        self.collectives = (self.collectives[0] + 1, self.collectives[1] + size)
 
 
 main = Activity()

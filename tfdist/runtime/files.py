@@ -16,12 +16,13 @@ from collections.abc import Iterator
 
 LARGEST = 1 << 26  # limit in bytes of a file that is read into memory
 _STREAM_SECONDS = 60.0
+# What a shell passes for `<(command)`, and programs for `-`.
 _STREAMS = (
     "/dev/fd/",
     "/proc/self/fd/",
     "/dev/stdin",
     "/dev/null",
-)  # what a shell passes for `<(command)`, and programs for `-`
+)
 _GRAPH_NODE = re.compile(r"\{\{.*?\}\} ?")  # TensorFlow's prefix of a message: the operation's name
 _REASON_LENGTH = 120
 

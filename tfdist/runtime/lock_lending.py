@@ -28,10 +28,11 @@ _SIGNAL = signal.SIGURG if hasattr(signal, "SIGURG") else 0  # ignored by defaul
 _LOOK_EVERY = 0.05  # seconds; a thread is signalled if it sleeps at two checks and has not run between them
 _LEND_MICROSECONDS = 50_000
 _SLOTS = 64  # calls that may wait at the same time; further calls keep the lock
+# Numbers of the system call `tgkill`, for which old C libraries have no function.
 _TGKILL = {
     "x86_64": 234,
     "aarch64": 131,
-}  # numbers of the system call `tgkill`, for which old C libraries have no function
+}
 
 
 class LockLender:

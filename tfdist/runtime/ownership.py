@@ -119,9 +119,8 @@ class Ownership:
         except OSError:  # the file system has no locks
             pass
         match = _OWNER.fullmatch(owner or "")
-        if not shares_lock and (
-            match is None or match[2] == socket.gethostname()
-        ):  # else keep the name: that run may be alive on its host
+        # Else keep the name: that run may be alive on its host.
+        if not shares_lock and (match is None or match[2] == socket.gethostname()):
             with contextlib.suppress(OSError):
                 self.acquire()
         try:
@@ -138,9 +137,8 @@ class Ownership:
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISREG(os.lstat(self._path).st_mode):
                 os.unlink(self._path)  # a link or a pipe that another user may have put there
-        return open_own(
-            self._path, os.O_RDWR, 0o600
-        )  # 0o600, because another user could lock a file that they can open
+        # 0o600, because another user could lock a file that they can open.
+        return open_own(self._path, os.O_RDWR, 0o600)
 
 
 def this_run() -> str:

@@ -39,9 +39,8 @@ _INSTALLED = ("site-packages", "dist-packages")
 _GENERATED = "autograph_generated_file"
 _INTERACTIVE = ("<stdin>", "<string>", "<ipython-input")
 _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
-_CURRENT = re.compile(
-    r"^Current thread 0x.*\n(?:  .*\n)*(?!\Z)", re.MULTILINE
-)  # the calling thread, unless it is the main thread
+# The calling thread, unless it is the main thread.
+_CURRENT = re.compile(r"^Current thread 0x.*\n(?:  .*\n)*(?!\Z)", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 _EVALUATION = (("trainer.py", "evaluate"), ("trainer.py", "predict"), ("loop.py", "evaluate"), ("loop.py", "predict"))
 _SAVING = tuple(

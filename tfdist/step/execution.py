@@ -28,9 +28,7 @@ from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting, declared_weights, equal_weights
-from tfdist.runtime import flight_record
 from tfdist.runtime.activity import main as activity
-from tfdist.runtime.flight_record import ring
 from tfdist.step import empty_replicas, synchronized_norm
 from tfdist.step.empty_replicas import metric_variables
 from tfdist.step.prediction import Prediction, as_tensor
@@ -61,7 +59,6 @@ class Execution:
         self.logs: Mapping[str, Any] | None = None
         self.step_name = getattr(step, "__name__", "step")
         self.measured, self.input_seconds = RunningMeans(), 0.0
-        self._collectives = (0, 0)  # the number and bytes of those in the traced step
         self._stops = nan_policy == "stop"  # "stop" needs the loss of the skipped step
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
@@ -117,19 +114,14 @@ class Execution:
 
     def _checked(self, execute: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         self._strategy.executions += 1
-        before, activity.fetching = activity.collectives, self._is_fetching
+        activity.fetching = self._is_fetching
         activity.begin("step", first=self.logs is None)
-        record = ring.begin(
-            f"step {self._strategy.executions}: {self._collectives[0]} collectives", self._collectives[1]
-        )
-        state = flight_record.FAILED
         try:
             own_time = self._strategy.own_time
             first, self.logs = (
                 self.logs is None,
                 own_time.execute(execute, self._replica.trains) if own_time else execute(),
             )
-            state = flight_record.DONE
             if first:
                 equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
                 equal_weights.warn_of_averages(self._strategy)
@@ -154,12 +146,8 @@ class Execution:
                 "compile the model with jit_compile=False."
             ) from e
         finally:
-            activity.end(
-                counts_first=bool(self._replica.model.jit_compile)
-            )  # XLA compiles again for another batch size
-            ring.end(record, state)
-            if activity.collectives != before:
-                self._collectives = activity.collectives[0] - before[0], activity.collectives[1] - before[1]
+            # XLA compiles again for another batch size.
+            activity.end(counts_first=bool(self._replica.model.jit_compile))
 
     def computed_logs(self) -> dict[str, Any]:
         """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""

@@ -119,9 +119,8 @@ class ReplicaStep:
         sums = own_time.leave_out_wait(
             context.strategy, counts, lambda: context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
         )
-        if own_time.own_time_of(
-            context.strategy
-        ):  # the step waits for `sums`, so that this wait does not overlap with its work
+        # The step waits for `sums`, so that this wait does not overlap with its work.
+        if own_time.own_time_of(context.strategy):
             with tf.control_dependencies([sums]):
                 data = tf.nest.map_structure(lambda v: None if v is None else tf.identity(v), data)
         return self._run(

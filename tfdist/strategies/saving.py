@@ -292,18 +292,16 @@ def _uploading(path: str, last: str = MARK) -> Iterator[str]:
     url, name = os.path.split(path)
     try:
         with temporary.temporary_folder() as folder:
-            os.mkdir(
-                written := os.path.join(folder, _PARTIAL)
-            )  # Keras' writers in `save` see that they write to a partial file
+            # Keras' writers in `save` see that they write to a partial file.
+            os.mkdir(written := os.path.join(folder, _PARTIAL))
             yield os.path.join(written, name)
             files = [
                 os.path.relpath(os.path.join(parent, file), written)
                 for parent, _, names in os.walk(written)
                 for file in names
             ]
-            files.sort(
-                key=lambda file: (file.endswith(last), -file.count("/"), file)
-            )  # a checkpoint's index comes after its data
+            # A checkpoint's index comes after its data.
+            files.sort(key=lambda file: (file.endswith(last), -file.count("/"), file))
             if any("/" in file for file in files):
                 storage.with_retries(lambda: storage.remove(f"{path}/{last}"))
             for file in files:

@@ -65,12 +65,13 @@ def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -
 
     For workers: a subclass that predicts in a hook must run on all of them, but their files would overwrite the chief's.
     """
+    # A path of None means that the callback does not write.
     writers = [
         (callback, name, path)
         for callback in callbacks
         if (name := place_attribute(callback))
         and isinstance(path := getattr(callback, name, None), (str, pathlib.PurePath))
-    ]  # a path of None means that the callback does not write
+    ]
     if not writers:
         yield
         return

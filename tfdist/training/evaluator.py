@@ -97,9 +97,8 @@ class Evaluator:
             self._model.evaluate(self._data.take(1), verbose=0)
         logger.info(f"evaluating each new backup in {self._storage.folder}")
         while True:
-            summary = (
-                self._summary()
-            )  # read first, so that the search below sees every backup that was written before the summary
+            # Read first, so that the search below sees every backup that was written before the summary.
+            summary = self._summary()
             has_new = False
             for point, manifest, weights in self._new_backups():
                 has_new = True

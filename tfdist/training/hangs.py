@@ -241,9 +241,8 @@ class HangWatch:
         late = self._collect(
             [task for task in missing if task not in absent], reports, time.monotonic() + _LATE_ANSWER_WITHIN
         )
-        gone = [
-            task for task in absent if absent[task] in reachability.ENDED
-        ]  # the watch for lost workers reports them
+        # The watch for lost workers reports them.
+        gone = [task for task in absent if absent[task] in reachability.ENDED]
         return reports | {str(task): Report("silent") for task in [*absent, *late] if task not in gone}
 
     def _collect(self, tasks: list[TaskSpec], reports: dict[str, Report], ends: float) -> list[TaskSpec]:

@@ -57,10 +57,11 @@ def open_source(
         items, x = x, x.generator
     else:
         items = x
+    # With these arguments Keras raises an error.
     if isinstance(x, (types.GeneratorType, keras.utils.PyDataset)) and all(
         value is None or (name == "class_weight" and isinstance(x, keras.utils.PyDataset))
         for name, value in beside.items()
-    ):  # with these arguments Keras raises an error
+    ):
         if engine.ranks and engine.ranks.size > 1:
             return open_python_source(engine, items, bool(shuffle), per_execution, class_weight)
         if isinstance(x, types.GeneratorType):

@@ -21,9 +21,10 @@ from tfdist.runtime import process_end, progress
 from tfdist.runtime.log import BARE, logger
 from tfdist.training import checks, console, lost_workers
 
+# Arguments of `fit` that must be equal to those of the backup.
 _MUST_EQUAL_BACKUP = {
     *("batch_size", "class_weight", "initial_epoch", "own_sizes", "shuffle", "steps_per_epoch", "validation_split")
-}  # arguments of `fit` that must be equal to those of the backup
+}
 
 
 @dataclasses.dataclass(eq=False)
@@ -122,9 +123,8 @@ class LoopContext:
         """Removes the backups of finished trainings; `at_once` as for `BackupAndRestore.delete`. A collective."""
         with self.watching_workers():
             self.ranks.barrier()
-            if (
-                backup and self.is_chief
-            ):  # the chief removes the manifest first: without one, a backup does not count as damaged
+            # The chief removes the manifest first: without one, a backup does not count as damaged.
+            if backup and self.is_chief:
                 backup.delete(at_once)
             self.ranks.barrier()
             if backup and not self.is_chief:

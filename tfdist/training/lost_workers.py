@@ -234,7 +234,6 @@ def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, own_call: str) -> Iter
             with contextlib.suppress(tf.errors.OpError):
                 call = tf_cluster.published(key(caller), deadline - time.monotonic())
         yield caller, call
-    with contextlib.suppress(
-        tf.errors.OpError
-    ):  # the chief holds the published calls: it must not end before all workers have read them
+    # The chief holds the published calls: it must not end before all workers have read them.
+    with contextlib.suppress(tf.errors.OpError):
         tf_cluster.wait_at_barrier("tfdist/call", max(2000, int(1000 * (deadline - time.monotonic()))))

@@ -30,12 +30,13 @@ Item = tuple[str, str]  # the name of a compared property, and its value
 
 _TEXT_LENGTH = 200  # characters of an item in a message
 _MOST_ITEMS = 5000  # items that are compared one by one
+# Arguments besides those that `checks` compares.
 _FIT = (
     "validation_freq",
     "validation_split",
     "class_weight",
     "shuffle",
-)  # arguments besides those that `checks` compares
+)
 _COMPILE = ("loss_weights", "metrics", "weighted_metrics", "run_eagerly", "steps_per_execution", "jit_compile")
 # Entries of Keras' configurations that may differ between runs of one program.
 _NOT_COMPARED = ("seed", "module", "registered_name", "shared_object_id", "build_config")

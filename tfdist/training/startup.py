@@ -17,7 +17,7 @@ from tfdist.compression.base import Compressor
 from tfdist.config import StrategyConfig
 from tfdist.config.ranges import MOST_SECONDS, Range
 from tfdist.errors import ConfigError, format_value
-from tfdist.runtime import flight_record, stacks
+from tfdist.runtime import stacks
 from tfdist.runtime.process_end import GRACE_SECONDS
 from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.strategy import Strategy
@@ -73,9 +73,7 @@ def listen(task: TaskSpec | None) -> None:
     """Makes this task answer `tfdist stacks`; a process that is no task of a cluster does so if it has a log folder."""
     if task is None and (not stacks.folder() or "TF_CONFIG" in os.environ):
         return
-    name = task.name if task else "worker-0"
-    stacks.listen(name)
-    flight_record.ring.open(name)
+    stacks.listen(task.name if task else "worker-0")
 
 
 def create_context(

@@ -23,9 +23,8 @@ from tfdist.errors import ConfigError, describe_error, format_value, truncate, u
 _MISMATCH_ERRORS = (ValueError, TypeError, AttributeError, IndexError, KeyError, tf.errors.InvalidArgumentError)
 _ESCAPES = re.compile(r"\x1b\[[0-9;]*m")
 _FILE = re.compile(r'File "([^"]+)", line')
-_CALLBACK_METHOD = re.compile(
-    r"\.on_(train|test|epoch)_?[a-z_]*\(\) "
-)  # in the TypeError of a call with wrong arguments
+# In the TypeError of a call with wrong arguments.
+_CALLBACK_METHOD = re.compile(r"\.on_(train|test|epoch)_?[a-z_]*\(\) ")
 _ADDED_PARAGRAPHS = (
     "Exception encountered when calling",
     "Graph execution error",
@@ -169,14 +168,12 @@ def compile_model(task: str, model: keras.Model, arguments: dict[str, Any]) -> N
 def _is_raised_by_user_code(error: BaseException) -> bool:
     frames = [os.path.realpath(frame.filename) for frame in traceback.extract_tb(error.__traceback__)]
     if any(title in str(error) for title in ("in user code:", "Traceback (most recent call last)")):
-        frames += map(
-            os.path.realpath, _FILE.findall(str(error))
-        )  # files of functions that TensorFlow has traced or called
+        # Files of functions that TensorFlow has traced or called.
+        frames += map(os.path.realpath, _FILE.findall(str(error)))
     if not all(name.startswith(_LIBRARY_FOLDERS) or name.endswith(">") for name in frames):
         return True
-    return error.__cause__ is not None and _is_raised_by_user_code(
-        error.__cause__
-    )  # Keras 3.16 wraps the error of a loss
+    # Keras 3.16 wraps the error of a loss.
+    return error.__cause__ is not None and _is_raised_by_user_code(error.__cause__)
 
 
 def _reason(error: BaseException) -> str:
