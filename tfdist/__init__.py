@@ -24,6 +24,7 @@ _HOMES = {
     "TrainConfig": "config",
     "Trainer": "training.trainer",
     "create_strategy": "strategies.factory",
+    "slow": "runtime.phase",
     "distribute_optimizer": "gradients.optimizer",
     "find_cluster": "cluster.resolvers.discovery",
     "total": "step.totals",
@@ -49,6 +50,7 @@ __all__ = [
     "create_strategy",
     "distribute_optimizer",
     "find_cluster",
+    "slow",
     "total",
     "whole_batch",
 ]
@@ -60,6 +62,7 @@ if TYPE_CHECKING:
     from tfdist.config import CompressionConfig, StrategyConfig, TrainConfig
     from tfdist.errors import BackupError, ClusterError, ConfigError, DataError
     from tfdist.gradients.optimizer import distribute_optimizer
+    from tfdist.runtime.phase import slow
     from tfdist.step.totals import total
     from tfdist.step.whole_batch import whole_batch
     from tfdist.strategies.factory import create_strategy

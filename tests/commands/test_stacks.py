@@ -22,7 +22,7 @@ def load_batch():
 stacks.listen(sys.argv[1])
 if sys.argv[2] == "waits":  # in a step
     step = os.path.join(os.path.dirname(tfdist.__file__), "step", "execution.py")
-    exec(compile("def run(): load_batch()", step, "exec"))
+    exec(compile("def run():\n    print('ready', flush=True)\n    time.sleep(600)", step, "exec"))
     run()
 load_batch()
 """

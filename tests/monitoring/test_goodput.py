@@ -35,12 +35,18 @@ class Clock:
 def test_each_moment_belongs_to_one_part():
     clock = Clock()
     ledger = goodput.Ledger(990.0, clock)
-    for part, seconds in (("compilation", 3), ("steps", 2), ("other", 4)):
-        assert ledger.switch(part) is not None
+    activities = (
+        ("building", 0),
+        ("training", 0),
+        ("compiling", 3),
+        ("training", 2),
+        ("", 4),
+        ("saving", 5),
+        ("building", 1),
+    )
+    for activity, seconds in activities:
+        ledger.follow(activity)
         clock.now += seconds
-    with ledger.during("saving"):
-        clock.now += 5
-    clock.now += 1
     found = ledger.now()
     assert found == dict.fromkeys(goodput.PARTS, 0.0) | {
         "startup": 10.0,

@@ -4,8 +4,10 @@ import sys
 import time
 
 import tfdist
+from tfdist.parameter_server import watch
 
 how, limit = sys.argv[1], float(sys.argv[2])
+watch.WARN_AFTER = 1.0
 trainer = tfdist.Trainer("parameter_server", timeout_seconds=limit)
 
 import keras  # noqa: E402 (the strategy comes first)

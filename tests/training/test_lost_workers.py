@@ -1,7 +1,5 @@
 """Why collectives failed, asked of the systems of the others."""
 
-import importlib.util
-import pathlib
 import socket
 import threading
 import time
@@ -12,7 +10,6 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, TaskSpec, free_ports, reachability
 from tfdist.collectives.calls import Calls
 from tfdist.errors import ClusterError
-from tfdist.training import lost_workers
 from tfdist.training.lost_workers import abort_on_lost_workers
 
 
@@ -90,9 +87,3 @@ def test_other_errors_are_raised_at_once_as_they_are(port, monkeypatch):
     with kept, abort_on_lost_workers(_cluster(port), TaskSpec("worker", 1)):
         raise tf.errors.InvalidArgumentError(None, None, "label 7")
     assert time.monotonic() - began < 100, "what is no lost connection is not asked about again"
-
-
-def test_each_call_that_an_error_names_is_a_function_of_the_package():
-    for module, name in lost_workers._CALLS:
-        spec = importlib.util.find_spec(f"{lost_workers._PACKAGE}{module}")
-        assert f"def {name}(" in pathlib.Path(spec.origin).read_text(), f"{module}.{name}"

@@ -32,9 +32,10 @@ from tfdist.data.python_generators import PROCESS_GENERATORS
 from tfdist.data.python_state import process_generator_states, set_process_generator_states
 from tfdist.engine import Engine
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import goodput, process_end, progress
+from tfdist.runtime import process_end, progress
 from tfdist.runtime import storage as urls
 from tfdist.runtime.log import logger
+from tfdist.runtime.phase import phase
 from tfdist.runtime.process_end import Preemption
 
 _GENERATORS = "generators of the process"
@@ -267,7 +268,7 @@ class BackupSession:
 
     def on_train_end(self) -> None:
         """Waits for the last backup, and removes the oldest ones."""
-        with goodput.during("saving"):
+        with phase("saving"):
             self._check_last(self._snapshots.settle(is_last=True))
             self._snapshots.finish()
 
@@ -278,7 +279,7 @@ class BackupSession:
             self._snapshots.release()
 
     def _save(self, is_last: bool = False) -> None:
-        with goodput.during("saving"):
+        with phase("saving"):
             self._snapshots.settle()
             snapshot = self._capture()
             self._last_point = snapshot.point

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
-from tfdist.runtime.activity import main as activity
+from tfdist.runtime.phase import main as phases
 
 Result = TypeVar("Result")
 
@@ -57,7 +57,7 @@ class Calls:
                     raise ClusterError(sentence)
                 self._current = future
             self._queue.put((function, future))
-            limit = timeout_seconds or (0.0 if activity.watched else self._timeout_seconds)
+            limit = timeout_seconds or (0.0 if phases.watched else self._timeout_seconds)
             try:
                 return future.result(limit or None)
             except concurrent.futures.TimeoutError:

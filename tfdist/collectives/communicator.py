@@ -14,7 +14,7 @@ from tfdist.collectives.tree import fold
 from tfdist.compat import tf_cluster, tf_internals
 from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
-from tfdist.runtime.activity import main as activity
+from tfdist.runtime.phase import main as phases
 
 Result = TypeVar("Result")
 _PIECES = 8  # maximum number of pieces (of about 4 MB) of a rank's part of a sum: a rank adds one piece while it receives the next
@@ -294,7 +294,7 @@ class CrossProcessCommunicator(Communicator):
                 *tf_cluster.group(self._launcher),
                 tf_cluster.next_key(self._launcher) + key,
                 communication_hint=options.implementation.value,
-                timeout=0 if activity.watched else options.timeout_seconds or 0,
+                timeout=0 if phases.watched else options.timeout_seconds or 0,
                 ordering_token=self._token(),
                 **how,
             )

@@ -15,7 +15,7 @@ import time
 import weakref
 from collections.abc import Mapping
 
-from tfdist.runtime.activity import main as activity
+from tfdist.runtime.phase import main as phases
 
 _MESSAGE = struct.Struct("<II")  # the point's number and the call's signature; or one of these two kinds and a rank:
 _CLOSED = 0xFFFFFFFF  # the sender closes without an error
@@ -70,7 +70,7 @@ class PeerLinks:
             TimeoutError: A rank has not reached the point in time.
             RuntimeError: A rank made a different call.
         """
-        bounded = self._timeout_seconds and not activity.watched
+        bounded = self._timeout_seconds and not phases.watched
         limit = time.monotonic() + self._timeout_seconds if bounded else None
         while missing := [peer for peer, arrived in self._arrived.items() if not arrived]:
             self.check()

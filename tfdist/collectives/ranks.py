@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import own_time
-from tfdist.runtime.activity import main as activity
+from tfdist.runtime.phase import phase
 
 _PIECE = 256  # bytes: a text is padded to a multiple, because TensorFlow traces a function for each length
 # Bytes: a longer content is sent in several messages, so that no rank needs a second copy of it.
@@ -48,7 +48,7 @@ class Ranks:
             return np.array([numbers], np.float64)
         row = np.zeros((self.size, len(numbers)), np.float64)
         row[self.rank] = numbers
-        with activity.exchange():
+        with phase("exchange"):
             return self._reduce(row).numpy()
 
     def broadcast_scalar(self, value: float) -> float:
@@ -84,7 +84,7 @@ class Ranks:
         """Returns the chief's value."""
         if self.size == 1:
             return value
-        with activity.exchange():
+        with phase("exchange"):
             return self._reduce(value if self.is_chief else tf.zeros_like(value))
 
     def send(self, source: int, content: Sequence[np.ndarray], target: int | None = None) -> np.ndarray | None:
@@ -110,7 +110,7 @@ class Ranks:
             padded = np.zeros(max(1 << (length - 1).bit_length(), _PIECE), np.uint8)
             if self.rank == source:
                 padded[:length] = next(messages)
-            with activity.exchange():
+            with phase("exchange"):
                 # Collectives have no uint8, and GPUs keep int32 on the host.
                 result = self._reduce(padded.view(np.int64))
             if receives:

@@ -26,11 +26,6 @@ from tfdist.runtime.log import logger, print_always
 
 _ANSWER_WITHIN = 3.0  # seconds; tasks of other hosts look each second
 _SETTLED = 0.2  # seconds without a new line after which an answer is complete
-# The files whose functions wait for other tasks.
-_WAITS_IN = (
-    f"step{os.sep}execution.py",
-    f"collectives{os.sep}ranks.py",
-)
 
 
 @dataclasses.dataclass
@@ -53,9 +48,9 @@ class Task:
 
     @property
     def waits(self) -> bool:
-        """Whether its main thread is in a step or an exchange, where it waits for the other tasks."""
+        """Whether its main thread is in tfdist's code: in a step or an exchange, where it waits for the other tasks."""
         *_, main = [*stacks.parse(self.text)] or [[]]
-        return any(frame.is_of_package and frame.file.endswith(_WAITS_IN) for frame in main)
+        return stacks.is_in_package(main) and self.header.activity not in ("saving", "building", "compiling")
 
     @property
     def place(self) -> str:
@@ -65,7 +60,9 @@ class Task:
 
     def describe(self) -> str:
         """Returns its state in words."""
-        return self.state or ("waits for others" if self.waits else "runs")
+        if self.state:
+            return self.state
+        return "waits for others" if self.waits else self.header.activity or "runs"
 
 
 def main(argv: Sequence[str]) -> int:

@@ -42,8 +42,8 @@ from tfdist.launch.launcher import Launcher
 from tfdist.launch.sizes import Sizes
 from tfdist.runtime import late_removal, mirror, ownership, process_end, progress, stacks, storage, tensorflow_log
 from tfdist.runtime.files import WriteError, read_file
-from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger, print_always
+from tfdist.runtime.phase import phase
 
 if TYPE_CHECKING:
     from tfdist.training.trainer import Trainer
@@ -436,7 +436,7 @@ def train(
             steps_per_epoch=steps,
             callbacks=callbacks,
         )
-    with during("saving"):
+    with phase("saving"):
         if is_url and trainer.is_chief:
             mirror.check_owner(workdir, "workdir")
         trainer.save(model, os.path.join(workdir, "model.keras"), delete_backup=False)

@@ -6,6 +6,7 @@ Each function here adds a frame. "The caller" is the caller of the function that
 from __future__ import annotations
 
 import sys
+import traceback
 from typing import Any
 
 import keras
@@ -68,9 +69,18 @@ def raising_callback(error: BaseException) -> tuple[Any, str] | None:
     return None
 
 
-def frame_call(frame: Any) -> tuple[str, str, Any]:
-    """Returns the module and the name of the function that a frame runs, and its `self`, or None."""
-    return frame.f_globals.get("__name__", ""), frame.f_code.co_name, frame.f_locals.get("self")
+def callback_calls(error: BaseException) -> list[str]:
+    """Returns the methods of callbacks that an error came through, such as `EarlyStopping's on_epoch_end`, from the outside in."""
+    around = [frame for frame, _ in traceback.walk_stack(None)][::-1]
+    below = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    calls = []
+    for frame in [*around, *below]:
+        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
+        is_list = isinstance(owner, keras.callbacks.CallbackList)  # it calls the callbacks
+        if isinstance(owner, keras.callbacks.Callback) and not is_list and name.startswith("on_"):
+            is_trainers = type(owner).__module__.startswith("tfdist.training.")
+            calls.append(f"{'the trainer' if is_trainers else type(owner).__name__}'s {name}")
+    return calls
 
 
 def created_variable() -> keras.Variable | None:

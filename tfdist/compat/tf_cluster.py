@@ -126,6 +126,12 @@ def publish(key: str, value: str) -> None:
     eager_context.context().set_config_key_value(key, value)
 
 
+def replace(key: str, value: str) -> None:
+    """Publishes a text in place of the one that a task has published under `key`."""
+    eager_context.context().delete_config_key_value(key)
+    publish(key, value)
+
+
 def published(key: str, seconds: float) -> str:
     """Returns the text that a task has published under `key`. Raises an OpError if no task publishes it within `seconds`."""
     return str(eager_context.context().get_config_key_value(key, max(1, int(1000 * seconds))))

@@ -52,9 +52,10 @@ class StrategyConfig:
             excludes the 60 MB that a language model predicts for a sentence. An unknown dimension counts as 1.
         placement: The server of `parameter_server` that gets the next variable: `"round_robin"`, the next server, or
             `"by_bytes"`, the server with the fewest bytes.
-        timeout_seconds: Limit of the wait for other tasks within a step. At the limit the task that the others wait for is named, with its line,
-            and the job ends or restarts as after a loss. None: 5 times the longest step, at least 60 s. 0 means no limit. A first
-            execution, which may compile, has 10 times the limit.
+        timeout_seconds: Seconds that tasks wait for a task that is slow. They name it, with its line, in a warning after 60 s (or 5 times the
+            longest step). At the limit the job ends or restarts as after a loss; earlier, after a third of the limit, if the task neither
+            computes nor reads nor writes files. The building of a model, a first execution, saving and evaluating have 10 times the
+            limit, and sections of `tfdist.slow` their own. None means 1,800 s under a Trainer, and no limit without one; 0 means no limit.
 
     Examples:
         >>> import tfdist

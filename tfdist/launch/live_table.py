@@ -166,13 +166,7 @@ class LiveTable:
         elif steps is None:
             state = "serving" if task in self._servers else "starting"
         else:
-            state = (
-                "evaluating"
-                if task.type == "evaluator"
-                else "finishing"
-                if 0 < steps.total <= steps.done
-                else "training"
-            )
+            state = _state(task, steps)
         if steps is None:
             self._paces[task] = Pace()
             return [str(task), state, "", "", "", ""]
@@ -188,6 +182,14 @@ class LiveTable:
             f"{pace.rate:.1f}" if moves else "",
             _duration(pace.seconds_left) if moves and pace.seconds_left is not None else "",
         ]
+
+
+def _state(task: TaskSpec, steps: progress.Steps) -> str:
+    if task.type == "evaluator":
+        return "evaluating"
+    if steps.activity:
+        return steps.activity
+    return "finishing" if 0 < steps.total <= steps.done else "training"
 
 
 def _of(number: int, last: int) -> str:

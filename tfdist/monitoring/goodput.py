@@ -45,8 +45,6 @@ class Goodput(keras.callbacks.Callback):
         self._ledger = goodput.Ledger(launched or None)
         self._before = goodput.read(path) if path is not None else None
         self._saved_steps: float | None = None  # seconds of steps that the restored backup holds
-        self._compiled: set[str] = set()
-        self._waited = 0.0  # seconds that steps of the model's training function have waited for data
         goodput.set_ledger(self._ledger)
 
     def state_dict(self) -> dict[str, float]:
@@ -59,33 +57,9 @@ class Goodput(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._continue_record()
-        self._begin("train", "steps")
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
-        self._compiled.add("train")
-        waited = getattr(self.model.train_function, "input_seconds", 0.0)
-        if waited >= self._waited:  # otherwise Keras has created a new training function
-            self._ledger.move(waited - self._waited, "input_wait")
-        self._waited = waited
-        self._ledger.switch("steps")
-
-    def on_epoch_end(self, epoch: int, logs: Logs = None) -> None:
-        self._ledger.switch("other")
-
-    def on_test_begin(self, logs: Logs = None) -> None:
-        self._begin("test", "validation")
-
-    def on_test_batch_end(self, batch: int, logs: Logs = None) -> None:
-        if "test" not in self._compiled:
-            self._begin("test", "validation", compiled=True)
-
-    def on_test_end(self, logs: Logs = None) -> None:
-        self._ledger.switch("other")
-
-    def _begin(self, function: str, part: str, compiled: bool = False) -> None:
-        if compiled:
-            self._compiled.add(function)
-        self._ledger.switch(part if function in self._compiled else "compilation")
+        self._ledger.now()  # writes the file
 
     def _continue_record(self) -> None:
         """Continues the previous process's count at the first epoch, if this process continues its training."""

@@ -25,7 +25,7 @@ from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFl
 from tfdist.parameter_server.worker_dataset import PipelinesIterator
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
-from tfdist.runtime.activity import main as activity
+from tfdist.runtime.phase import phase
 
 # Results of several steps are read together. The maximum number of ended steps with unread results: per worker, and its minimum in total.
 _UNREAD, _UNREAD_LEAST = 4, 10
@@ -55,6 +55,7 @@ class Execution:
         self._worker_step: WorkerStep | None = None
         self._logs: dict[str, Any] = {}
         self._has_data = False  # whether the chief has read a batch
+        self._has_run = False  # whether its function is compiled
         self._reset()
 
     def _reset(self) -> None:
@@ -79,6 +80,14 @@ class Execution:
         `remaining_steps` is the number of steps until the end of the epoch or evaluation, None if unknown. Raises ClusterError as
         `ParameterServerEngine.running` does, and ConfigError for unsuitable data (see `WorkerDataset` and `PipelinesIterator`).
         """
+        if self._has_run:
+            return self._run(iterator, remaining_steps)
+        with phase("compiling", is_first=True):
+            logs = self._run(iterator, remaining_steps)
+        self._has_run = True
+        return logs
+
+    def _run(self, iterator: DataIterator, remaining_steps: int | None) -> dict[str, Any] | None:
         for number in range(self._steps if remaining_steps is None else min(self._steps, remaining_steps)):
             try:
                 self._schedule(iterator, remaining_steps)
@@ -128,11 +137,8 @@ class Execution:
             run = iterator.next
         else:
             began = time.perf_counter()
-            activity.begin("data", first=not self._has_data)
-            try:
+            with phase("data", is_first=not self._has_data):
                 data = batch_splitting.without_optionals(next(iterator))
-            finally:
-                activity.end(counts_first=True)  # each epoch may begin with such a wait
             self._has_data = True
             self.measured.add("perf/input_wait_ms", (time.perf_counter() - began) * 1000)
             run = functools.partial(_run_on, data)

@@ -23,8 +23,8 @@ from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
 from tfdist.parameter_server.watch import Watch
 from tfdist.runtime import stacks
-from tfdist.runtime.activity import Activity
 from tfdist.runtime.log import logger
+from tfdist.runtime.task_report import PATIENCE, TIMEOUT_SECONDS
 
 # Limit of functions in flight per worker: enough that a worker never waits for the chief.
 MAX_IN_FLIGHT = 3
@@ -53,13 +53,15 @@ class Scheduler:
         self._cluster = tf_cluster.coordinator_cluster(strategy)
         self._spec = strategy.cluster
         self._watch = Watch(strategy.cluster, strategy.start_timeout, strategy.timeout_seconds)
-        self._timeout_seconds = strategy.timeout_seconds
+        self._timeout_seconds = TIMEOUT_SECONDS if strategy.timeout_seconds is None else strategy.timeout_seconds
         self.workers = len(self._spec.jobs["worker"])
         self.retried_steps = 0
         self._lock = threading.Lock()
         self._lost: set[int] = set()
         self._since: dict[int, float] = {}  # when each busy worker began its function
-        self._waits = {worker: Activity() for worker in range(self.workers)}  # the worker's functions
+        self._steps: dict[
+            int, tuple[float, bool]
+        ] = {}  # when each busy worker began its step, and whether it may compile
         self._known: set[tuple[int, Any]] = set()  # workers and the kinds of functions that they have run
         self._said = self._bounded = 0.0
 
@@ -82,11 +84,10 @@ class Scheduler:
             worker = int(tf.DeviceSpec.from_string(tf_cluster.current_device()).task)
             tries += 1
             self._since[worker] = time.monotonic()
-            self._waits[worker].begin("step", first=(worker, kind) not in self._known)
+            self._steps[worker] = self._since[worker], (worker, kind) not in self._known
             result, error = None, None
             try:
                 result = function(worker)
-                self._waits[worker].end(counts_first=True)  # each epoch may begin with such a wait for data
                 self._known.add((worker, kind))
             except Exception as e:
                 if _is_cluster_error(e):
@@ -97,8 +98,7 @@ class Scheduler:
                 # functions, and their results would be lost.
                 error = _deduplicate_message(e)
             finally:
-                self._waits[worker].end(counts=False)
-                del self._since[worker]
+                del self._since[worker], self._steps[worker]
             self._mark_recovered(worker)
             results.put((key, result, error, tries))
 
@@ -107,8 +107,7 @@ class Scheduler:
 
     def begin_next_step(self, worker: int) -> None:
         """Notes that the function that `worker` runs begins another of its steps; call it in the function."""
-        self._waits[worker].end(counts_first=True)
-        self._waits[worker].begin("step")
+        self._steps[worker] = time.monotonic(), False
 
     def take(self, results: queue.SimpleQueue[Any]) -> tuple[Any, Any, Exception | None, int]:
         """Waits for the next item in `results`. Raises ClusterError if a parameter server is lost, or if all workers are lost for 300 s."""
@@ -180,23 +179,22 @@ class Scheduler:
 
     def _end_long_step(self) -> None:
         """Raises ClusterError if a worker has run its step for longer than the limit, since it and all servers answer."""
+        if not self._timeout_seconds:
+            return
         now, silent_at = time.monotonic(), dict(self._watch.silent_at)
-        longest = max(waits.longest for waits in self._waits.values())
-        for worker, waits in self._waits.items():
+        for worker, (began, is_first) in list(self._steps.items()):
             task = TaskSpec("worker", worker)
-            waits.longest = longest  # one limit for all
-            answers_since = max(
-                (at for other, at in silent_at.items() if other == task or other.type == "ps"), default=0.0
-            )
-            seconds, limit = min(waits.waited(), now - answers_since), waits.limit(self._timeout_seconds)
+            times = [at for other, at in silent_at.items() if other == task or other.type == "ps"]
+            seconds = now - max([began, *times])
+            limit = self._timeout_seconds * (PATIENCE if is_first else 1.0)
             if seconds <= limit:
                 continue
             stacks.dump(f"{task} has run a step for {seconds:.0f} s")
             stacks.ask_all()
             self._watch.hung.add(task)
             raise ClusterError(
-                f"{task} has run step {waits.steps} for {seconds:.0f} s, longer than the limit of {limit:.0f} s "
-                f"({waits.reason(self._timeout_seconds)}). Start the training again, to resume from its last backup."
+                f"{task} has run a step for {seconds:.0f} s, longer than {limit:.0f} s. If the step is only slow, raise "
+                f"Trainer(timeout_seconds={self._timeout_seconds:g}). Start the training again, to resume from its last backup."
             )
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:

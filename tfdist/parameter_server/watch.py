@@ -25,10 +25,12 @@ from tfdist.cluster.spec import split_address
 from tfdist.compat import tf_cluster
 from tfdist.parameter_server import server
 from tfdist.runtime import process_end, stacks
-from tfdist.runtime.activity import main as activity
 from tfdist.runtime.log import logger
+from tfdist.runtime.phase import main as phases
+from tfdist.runtime.task_report import TIMEOUT_SECONDS, Reporter
 
 _ASK_EVERY = 1.0  # seconds
+WARN_AFTER = 60.0  # seconds of a wait for data or for a step
 # Seconds without an answer after which a worker is given up: several checks have failed by then.
 WORKER_TIMEOUT = 25.0
 _LAST_ROUND = 5.0  # seconds that the last check of a server may take
@@ -42,7 +44,7 @@ Endpoint = tuple[str, int]  # address and port
 class Watch:
     """A thread that checks workers and servers until the process ends. Gives a server up after `server_timeout` s, at least 10, without an answer.
 
-    It also ends the process if the chief waits for its own data for longer than the limit (`strategy.timeout_seconds`).
+    It also ends the process if the chief waits for its own data for longer than `timeout_seconds`, or does nothing meanwhile.
 
     Attributes:
         hung: Workers whose step has taken longer than the limit: the shutdown does not wait for them.
@@ -51,7 +53,8 @@ class Watch:
     """
 
     def __init__(self, cluster: ClusterSpec, server_timeout: float, timeout_seconds: float | None = None):
-        self._timeout_seconds = timeout_seconds
+        self._timeout_seconds = TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        self._reporter, self._warned = Reporter(), 0.0
         self.hung: set[TaskSpec] = set()
         self.silent_at: dict[TaskSpec, float] = {}
         self._cluster = cluster
@@ -71,25 +74,32 @@ class Watch:
         return {task: reason for task, reason in self.given_up.items() if task.type == "ps"}
 
     def _end_long_wait(self) -> None:
-        """Ends the process if the main thread has waited for its data for longer than the limit: nothing else can end that wait."""
-        seconds, limit = activity.waited(), activity.limit(self._timeout_seconds)
-        if activity.where != "data" or seconds <= limit:
+        """Warns of a long wait of the main thread for its data, and ends the process at its limit: nothing else can end that wait."""
+        report, chief = self._reporter.report(WARN_AFTER), self._cluster.chief
+        if report.state != "data":
             return
-        place = stacks.data_place()
-        stacks.dump(f"{self._cluster.chief} has waited {seconds:.0f} s for its data")
-        logger.error(
-            f"{self._cluster.chief} has waited {seconds:.0f} s for its data{f' at {place}' if place else ''}, longer than the limit of {limit:.0f} s "
-            f"({activity.reason(self._timeout_seconds)}). Start the training again, to resume from its last backup."
-        )
-        process_end.exit_code = 1
-        server.publish_exit_code(self._cluster)
-        process_end.end(1)
+        words = f"{chief} {report.describe()}, for {report.waited:.0f} s now"
+        if overrun := report.overrun(report.waited, self._timeout_seconds):
+            stacks.dump(words)
+            logger.error(
+                f"{words}. {overrun}. If this work is only slow, raise Trainer(timeout_seconds={self._timeout_seconds:g}). Start the "
+                "training again, to resume from its last backup."
+            )
+            process_end.exit_code = 1
+            server.publish_exit_code(self._cluster)
+            process_end.end(1)
+        if report.waited < WARN_AFTER:
+            self._warned = 0.0
+        elif report.waited > 2 * self._warned:
+            self._warned = report.waited
+            logger.warning(f"{words}; the job goes on")
 
     def _watch(self) -> None:
         while True:
             time.sleep(_ASK_EVERY)
             stacks.answer_request()
-            self._end_long_wait()
+            if phases.now.name == "data":
+                self._end_long_wait()
             absent = reachability.unreachable_tasks(self._cluster, self._tasks, serving=True)
             self._silent.note({task for task, reason in absent.items() if reason not in reachability.ENDED})
             self.silent_at |= dict.fromkeys(self._silent.seconds, time.monotonic())

@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import os
 import struct
-import threading
 import time
 from collections.abc import Callable, Iterator
 from typing import NamedTuple
@@ -17,9 +16,12 @@ import psutil
 
 from tfdist.runtime.files import read_file, replacing, write_error_reason
 from tfdist.runtime.log import logger
+from tfdist.runtime.phase import main as phases
 
 # In the order of the table; only the first part is productive.
 PARTS = ("steps", "input_wait", "startup", "compilation", "validation", "saving", "other", "restarts", "repeated_steps")
+# The parts of activities (see `phase.Phase`). Others belong to `startup` before the first of these begins, and to `other` afterwards.
+_OF_ACTIVITY = {"training": "steps", "compiling": "compilation", "validation": "validation", "saving": "saving"}
 _FORM = struct.Struct(f"<{1 + len(PARTS)}d")
 _KEEP_SECONDS = 0.1  # between two writes of one part; a write for each step would slow down short steps
 
@@ -53,7 +55,7 @@ class Ledger:
         self.begins = psutil.Process().create_time() if begins is None else begins
         self._since = self.begins
         self._part = "startup"
-        self._thread = threading.get_ident()
+        self._begun = False  # whether a training or a validation has begun
         self._path: str | os.PathLike[str] = ""
         self._file: int | None = None
         self._has_warned = False
@@ -89,17 +91,10 @@ class Ledger:
         self.seconds[self._part] -= seconds
         self.seconds[part] += seconds
 
-    @contextlib.contextmanager
-    def during(self, part: str) -> Iterator[None]:
-        """Attributes the time within the context to `part`; has no effect in other threads."""
-        if threading.get_ident() != self._thread:
-            yield
-            return
-        before = self.switch(part)
-        try:
-            yield
-        finally:
-            self.switch(before)
+    def follow(self, activity: str) -> None:
+        """Begins the part of a new activity of the process."""
+        self._begun = self._begun or activity in ("training", "validation")
+        self.switch(_OF_ACTIVITY.get(activity, "other" if self._begun else "startup"))
 
     def now(self) -> dict[str, float]:
         """Returns seconds by part until now."""
@@ -151,9 +146,13 @@ _ledger: Ledger | None = None
 
 
 def set_ledger(ledger: Ledger | None) -> None:
-    """Sets the ledger of the process, to which `during` attributes time; None removes it."""
+    """Sets the ledger of the process, which follows its phases; None removes it."""
     global _ledger
     _ledger = ledger
+    if ledger is None:
+        phases.readers.pop("goodput", None)
+    else:
+        phases.readers["goodput"] = ledger.follow
 
 
 def current() -> Ledger | None:
@@ -161,6 +160,7 @@ def current() -> Ledger | None:
     return _ledger
 
 
-def during(part: str) -> contextlib.AbstractContextManager[None]:
-    """Attributes the time within the context to `part` of the process's ledger, if the process has one."""
-    return contextlib.nullcontext() if _ledger is None else _ledger.during(part)
+def move(seconds: float, part: str) -> None:
+    """Attributes seconds of the current part to another part, if the process has a ledger."""
+    if _ledger is not None:
+        _ledger.move(seconds, part)

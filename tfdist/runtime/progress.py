@@ -19,11 +19,12 @@ from typing import Any, NamedTuple
 
 from tfdist.runtime.files import open_own, read_file, write_error_reason
 from tfdist.runtime.log import logger
+from tfdist.runtime.phase import main as phases
 
 FOLDER = "TFDIST_PROGRESS"
 LAUNCHED = "TFDIST_LAUNCHED"  # the start time of the supervisor, in seconds since the epoch
 REPLICAS = "TFDIST_REPLICAS"  # the replicas of all workers together, where the number of workers may change
-_FORM = struct.Struct("<5q")
+_FORM = struct.Struct("<5q16s")
 _METRICS_BYTES = 512  # after the numbers: lines `name value`; lines that do not fit are dropped
 _RESTARTS = "restarts"
 _STRATEGY = "strategy"
@@ -52,6 +53,7 @@ class Steps(NamedTuple):
         epoch: The epoch, from 1; 0 if unknown.
         epochs: The last epoch; 0 if unknown.
         total: The step at which the training will end; 0 if unknown.
+        activity: As in `phase.Phase`.
     """
 
     done: int
@@ -59,6 +61,7 @@ class Steps(NamedTuple):
     epoch: int = 0
     epochs: int = 0
     total: int = 0
+    activity: str = ""
 
 
 class Progress:
@@ -75,13 +78,14 @@ class Progress:
                 self._file = open_own(pathlib.Path(folder, name), os.O_WRONLY)
         self._steps = Steps(0, 0)
         self._metrics: dict[str, str] = {}
+        phases.readers["progress"] = lambda activity: self.write(activity=activity)
 
     def write(
         self,
         done: int | None = None,
         saved: int | None = None,
         metrics: Mapping[str, Any] | None = None,
-        **changed: int,
+        **changed: Any,
     ) -> None:
         """Publishes changed values, by the names of `Steps`; cheap enough for every step.
 
@@ -103,7 +107,7 @@ class Progress:
         self._steps = _mine = before._replace(**changed)
         if self._file is not None and (self._steps != before or self._metrics != shown):
             with _warning_once():
-                os.pwrite(self._file, _FORM.pack(*self._steps) + _pack_metrics(self._metrics), 0)
+                os.pwrite(self._file, _pack(self._steps) + _pack_metrics(self._metrics), 0)
 
     def touch(self) -> None:
         """Updates the file's time, to show that the task is working."""
@@ -242,9 +246,10 @@ def settle_lost_steps() -> int | None:
 def read(folder: str | os.PathLike[str], name: str) -> Steps | None:
     """Returns a task's progress, or None if it has not written any."""
     try:
-        return Steps(*_FORM.unpack_from(read_file(pathlib.Path(folder, name))))
+        done, saved, epoch, epochs, total, activity = _FORM.unpack_from(read_file(pathlib.Path(folder, name)))
     except (OSError, struct.error):
         return None
+    return Steps(done, saved, epoch, epochs, total, activity.rstrip(b"\0").decode())
 
 
 def read_metrics(folder: str | os.PathLike[str], name: str) -> dict[str, str]:
@@ -255,6 +260,11 @@ def read_metrics(folder: str | os.PathLike[str], name: str) -> dict[str, str]:
         return {}
     lines = content.rstrip(b"\0").decode(errors="replace").splitlines()
     return {name: value for name, _, value in (line.rpartition(" ") for line in lines) if name}
+
+
+def _pack(steps: Steps) -> bytes:
+    *values, activity = steps
+    return _FORM.pack(*values, activity.encode())
 
 
 def _pack_metrics(metrics: Mapping[str, str]) -> bytes:

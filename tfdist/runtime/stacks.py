@@ -20,12 +20,13 @@ import sysconfig
 import tempfile
 import time
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import psutil
 
 from tfdist.runtime import process_end
 from tfdist.runtime.files import open_own, write_file
+from tfdist.runtime.phase import main as phases
 
 FOLDER = "TFDIST_LOGS"  # the environment variable with the folder of the tasks' logs
 SUFFIX = ".stacks"
@@ -42,16 +43,9 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 # The calling thread, unless it is the main thread.
 _CURRENT = re.compile(r"^Current thread 0x.*\n(?:  .*\n)*(?!\Z)", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
-_EVALUATION = (("trainer.py", "evaluate"), ("trainer.py", "predict"), ("loop.py", "evaluate"), ("loop.py", "predict"))
-_SAVING = tuple(
-    f"{_PACKAGE}{path}" for path in (f"backup{os.sep}", f"training{os.sep}saving", f"strategies{os.sep}saving")
-)
-_BUILDING = f"{_PACKAGE}step{os.sep}model_building"
-_TRACING = f"{os.sep}tensorflow{os.sep}python{os.sep}framework{os.sep}func_graph.py"
-_SAVING_LIBRARIES = (f"{os.sep}keras{os.sep}src{os.sep}saving{os.sep}", "checkpoint_management", "saved_model")
-
 to_remove: list[pathlib.Path] = []  # this process's files, to remove at an exit without failure
 default_folder = ""  # used without that variable; `tfdist train` sets it to its folder of logs
+_HEADER_BYTES = 400  # padded, because the activity in it changes
 _file = -1  # the descriptor of this process's file; it stays open
 _name = ""
 _answered = ""  # the last request that this process has answered
@@ -81,15 +75,26 @@ def listen(task: str) -> None:
         with contextlib.suppress(OSError, ValueError):
             if (known := Header.read(path)) and known.is_running() and known.pid != os.getpid():
                 return
-        descriptor = open_own(path, os.O_RDWR | os.O_TRUNC | os.O_APPEND)
+        descriptor = open_own(path, os.O_RDWR | os.O_TRUNC)
         own = signal.getsignal(SIGNAL) != signal.SIG_DFL
         fields = {"task": _name, "pid": os.getpid(), "host": socket.gethostname(), "signal": not own}
         header = {**fields, "started": psutil.Process().create_time()}
-        os.write(descriptor, f"{json.dumps(header)}\n".encode())
+        os.write(descriptor, _header_line(header))
         _file = descriptor
+        # The file's position stays behind the header, where the stacks follow.
+        phases.readers["stacks"] = lambda activity: _write_header({**header, "activity": activity})
         remove_at_end(path)
         if not own:
             faulthandler.register(SIGNAL, file=_file, all_threads=True)
+
+
+def _header_line(fields: dict[str, Any]) -> bytes:
+    return f"{json.dumps(fields):<{_HEADER_BYTES}}\n".encode()
+
+
+def _write_header(fields: dict[str, Any]) -> None:
+    with contextlib.suppress(OSError):  # a full disk must not end the training
+        os.pwrite(_file, _header_line(fields), 0)
 
 
 def remove_at_end(path: pathlib.Path) -> None:
@@ -151,16 +156,16 @@ class Header:
         host: The name of its host.
         signal: Whether it answers the signal.
         started: The start time of the process, in seconds since the epoch.
+        activity: As in `phase.Phase`.
     """
 
-    def __init__(self, task: str, pid: int, host: str, signal: bool, started: float):
-        self.task, self.pid, self.host, self.signal, self.started = (
-            str(task),
-            int(pid),
-            str(host),
-            bool(signal),
-            started,
-        )
+    def __init__(self, task: str, pid: int, host: str, signal: bool, started: float, activity: str = ""):
+        self.task = str(task)
+        self.pid = int(pid)
+        self.host = str(host)
+        self.signal = bool(signal)
+        self.started = started
+        self.activity = str(activity)
 
     @classmethod
     def read(cls, path: pathlib.Path) -> Header | None:
@@ -259,7 +264,8 @@ def place(main: Stack | None = None, others: Sequence[Stack] | None = None) -> s
         main: The stack of the main thread. None means this process's.
         others: The stacks of the other threads. None means this process's, without the calling thread.
     """
-    main = main_stack() if main is None else main
+    if main is None:
+        main, others = own_stacks()
     if is_in_user_code(main):
         return _users_line(main)
     return data_place(others) or _users_line(main)
@@ -268,36 +274,29 @@ def place(main: Stack | None = None, others: Sequence[Stack] | None = None) -> s
 def data_place(stacks: Sequence[Stack] | None = None) -> str:
     """Returns the line of the user's code that a thread other than the main one runs, such as a data function; or an empty text."""
     if stacks is None:
-        stacks = _own_stacks()[1]
+        stacks = own_stacks()[1]
+    own = [stack for stack in stacks if stack and stack[0].is_users]
+    return called_place(stacks) or _users_line([*own, []][0])
+
+
+def called_place(stacks: Sequence[Stack]) -> str:
+    """Returns the line of the user's code that a library has called in one of these threads, as TensorFlow calls a data function; or an empty text."""
     called = [
         stack for stack in stacks if is_in_user_code(stack) and any(frame.is_installed for frame in _around(stack))
     ]
-    own = [stack for stack in stacks if stack and stack[0].is_users]
-    return _users_line([*called, *own, []][0])
-
-
-def main_stack() -> Stack:
-    """Returns the stack of this process's main thread."""
-    return _own_stacks()[0]
-
-
-def activity() -> str:
-    """Returns the main thread's activity outside of steps: `"building"`, `"saving"`, `"evaluating"`, or `"user"` for anything else."""
-    stack = main_stack()
-    names = [frame.file for frame in stack]
-    if any(name.startswith(_SAVING) or any(part in name for part in _SAVING_LIBRARIES) for name in names):
-        return "saving"
-    if any(name.startswith(_BUILDING) or name.endswith(_TRACING) for name in names):
-        return "building"
-    if any((os.path.basename(frame.file), frame.function) in _EVALUATION and frame.is_installed for frame in stack):
-        return "evaluating"
-    return "user"
+    return _users_line([*called, []][0])
 
 
 def is_in_user_code(stack: Stack) -> bool:
     """Returns whether a stack is in the user's code, without a frame of tfdist further in."""
     frame = next((frame for frame in stack if frame.is_users or frame.is_of_package), None)
     return frame is not None and frame.is_users
+
+
+def is_in_package(stack: Stack) -> bool:
+    """Returns whether a stack is in tfdist's code, without a frame of the user further in."""
+    frame = next((frame for frame in stack if frame.is_users or frame.is_of_package), None)
+    return frame is not None and frame.is_of_package
 
 
 def parse(text: str) -> list[Stack]:
@@ -316,7 +315,7 @@ def _around(stack: Stack) -> Stack:
     return stack[first + 1 :]
 
 
-def _own_stacks() -> tuple[Stack, list[Stack]]:
+def own_stacks() -> tuple[Stack, list[Stack]]:
     """Returns the stack of this process's main thread, and those of the other threads without the calling one."""
     with tempfile.TemporaryFile() as file:
         faulthandler.dump_traceback(file=file, all_threads=True)

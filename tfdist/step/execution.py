@@ -28,7 +28,9 @@ from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting, declared_weights, equal_weights
-from tfdist.runtime.activity import main as activity
+from tfdist.runtime import goodput
+from tfdist.runtime.phase import main as phases
+from tfdist.runtime.phase import phase
 from tfdist.step import empty_replicas, synchronized_norm
 from tfdist.step.empty_replicas import metric_variables
 from tfdist.step.prediction import Prediction, as_tensor
@@ -114,17 +116,14 @@ class Execution:
 
     def _checked(self, execute: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         self._strategy.executions += 1
-        activity.fetching = self._is_fetching
-        activity.begin("step", first=self.logs is None)
+        phases.fetching = self._is_fetching
+        own_time, is_first = self._strategy.own_time, self.logs is None
         try:
-            own_time = self._strategy.own_time
-            first, self.logs = (
-                self.logs is None,
-                own_time.execute(execute, self._replica.trains) if own_time else execute(),
-            )
-            if first:
-                equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
-                equal_weights.warn_of_averages(self._strategy)
+            with phase("step", f"a step ({self.step_name})", is_first):
+                self.logs = own_time.execute(execute, self._replica.trains) if own_time else execute()
+                if is_first:
+                    equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
+                    equal_weights.warn_of_averages(self._strategy)
             return self.logs
         except StopIteration as e:  # TensorFlow's iterators raise OutOfRangeError
             raise stop_iteration_error(f"The model's {self.step_name}", e) from e
@@ -145,9 +144,6 @@ class Execution:
                 f"jit_compile=True: XLA cannot compile {operation[1] if operation else 'an operation'} of this model; "
                 "compile the model with jit_compile=False."
             ) from e
-        finally:
-            # XLA compiles again for another batch size.
-            activity.end(counts_first=bool(self._replica.model.jit_compile))
 
     def computed_logs(self) -> dict[str, Any]:
         """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""
@@ -160,7 +156,8 @@ class Execution:
         seconds, done = map(float, waited)
         if not math.isnan(seconds):
             self.input_seconds += seconds
-            activity.note(seconds)  # also of a first execution: each epoch may begin with such a wait
+            if self._replica.trains:
+                goodput.move(seconds, "input_wait")
             self.measured.add("perf/input_wait_ms", 1000 * seconds / done)
         return logs
 
@@ -314,7 +311,7 @@ class Execution:
 def _count_trace() -> None:
     """Counts, within a function's Python body, that it is traced: the execution may compile."""
     if not tf.executing_eagerly():
-        activity.traces += 1
+        phases.traces += 1
 
 
 def _fetch_flag(strategy: Strategy) -> tuple[Any, Callable[[], bool]]:

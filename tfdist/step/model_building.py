@@ -26,6 +26,7 @@ from tfdist.compat import (
     tf_internals,
     unsupported,
 )
+from tfdist.runtime.phase import phase
 from tfdist.strategy import Strategy
 
 # For each step, the ids of the objects that its trace leaves unbuilt.
@@ -40,7 +41,7 @@ def build(model: keras.Model, step: str, batch: Structure, parts: int | None = N
     if parts is not None:
         batch = tf.nest.map_structure(functools.partial(_of_replica, parts=parts), batch)
     unused = _unused.setdefault(model, {})
-    with model.distribute_strategy.scope():
+    with phase("building", is_first=True), model.distribute_strategy.scope():
         if getattr(type(model), step) is getattr(keras.Model, step):
             _by_call(model, batch)
         elif (unbuilt := _unbuilt(model) - unused.get(step, set())) and not _by_keras_step(model, step, unbuilt):

@@ -26,10 +26,11 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Function
-from tfdist.cluster import ClusterSpec, reachability
+from tfdist.cluster import ClusterSpec, TaskSpec, reachability
 from tfdist.compat import keras_internals, tf_cluster, tf_internals
 from tfdist.runtime import storage, temporary
 from tfdist.runtime.files import WriteError, write_error_reason
+from tfdist.runtime.phase import phase
 from tfdist.strategies.base import KerasStrategy
 
 Method = Function
@@ -191,12 +192,23 @@ def by_one(
         write: The function that writes to `path`.
         objects: Returns the saved objects, which are searched for variables.
     """
-    if strategy.cluster_task is None:
-        return write()
+    with phase("saving"):
+        if strategy.cluster_task is None:
+            return write()
+        return _by_first(strategy, strategy.cluster_task, path, write, objects)
+
+
+def _by_first(
+    strategy: KerasStrategy,
+    cluster_task: tuple[ClusterSpec, TaskSpec],
+    path: str,
+    write: Callable[[], None],
+    objects: Callable[[], Iterable[object]],
+) -> None:
     # `saved` may be a Keras variable, or the TensorFlow variable in it, whose `value` is a method.
     if any(saved in strategy.statistics or getattr(saved, "value", None) in strategy.statistics for saved in objects()):
         strategy.statistics.synchronize()
-    cluster, task = strategy.cluster_task
+    cluster, task = cluster_task
     tasks = cluster.training_tasks()
     path = path if storage.is_url(path) else os.path.abspath(path)
     when = path, strategy.executions
@@ -266,7 +278,8 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
     suffix = next((ending for ending in _FILES if path.endswith(ending)), os.path.splitext(path)[1])
     partial = f"{path.removesuffix(suffix)}.{uuid.uuid4().hex[:8]}{_PARTIAL}{suffix}"
     try:
-        yield partial
+        with phase("saving"):
+            yield partial
         for written in sorted(_beginning_with(partial)):  # a checkpoint's index comes after its data
             _put(written, path + written.removeprefix(partial))
     except _TASK_ERRORS:
@@ -294,7 +307,8 @@ def _uploading(path: str, last: str = MARK) -> Iterator[str]:
         with temporary.temporary_folder() as folder:
             # Keras' writers in `save` see that they write to a partial file.
             os.mkdir(written := os.path.join(folder, _PARTIAL))
-            yield os.path.join(written, name)
+            with phase("saving"):
+                yield os.path.join(written, name)
             files = [
                 os.path.relpath(os.path.join(parent, file), written)
                 for parent, _, names in os.walk(written)

@@ -21,6 +21,7 @@ from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import ClusterError
 from tfdist.replicas import equal_weights
+from tfdist.runtime.phase import phase
 from tfdist.strategy import Strategy
 from tfdist.training.callback_kinds import only_observes, only_writes
 
@@ -37,7 +38,8 @@ def wrap_callbacks(
     local = [c for c in callbacks if ranks.is_chief or not only_writes(c)]
     # Writers count, although workers drop them: on the chief they read the model. Observers do not count.
     names = ",".join(type(c).__qualname__ for c in callbacks if not only_observes(c)).encode()
-    gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
+    with phase("call", "the comparison of its callbacks"):
+        gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
     alike = len(set(gathered[:, 1])) == 1
     agree = _CheckConsistency(strategy, ranks, on_batches, alike, check_weights)

@@ -17,8 +17,8 @@ from tfdist.config.export import rises
 from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.runtime import storage
 from tfdist.runtime.files import WriteError, write_error_reason, write_file
-from tfdist.runtime.goodput import during
 from tfdist.runtime.log import logger
+from tfdist.runtime.phase import phase
 from tfdist.strategies import model_methods, saving
 
 _ABOUT = "assets.extra/tfdist.json"  # a SavedModel's folder for files of other programs
@@ -117,7 +117,7 @@ class ExportBest(keras.callbacks.Callback):
             storage.make_folder(self.path)
         except OSError as e:
             raise saving.write_error(path, e) from e
-        with during("saving"), saving.beside(path) as partial:
+        with phase("saving"), saving.beside(path) as partial:
             saving.outside_of_scopes(model_methods.keras_own("export"), self.model, partial, verbose=False)
             about = os.path.join(partial, _ABOUT)
             os.makedirs(os.path.dirname(about), exist_ok=True)

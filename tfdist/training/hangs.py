@@ -1,7 +1,8 @@
-"""Bounded waits: the watch that names the task that the others wait for, with its line, and ends the wait.
+"""Warnings about tasks that others wait for, and the end of jobs that are stuck.
 
-Each task has a thread that looks each second. If its task has waited longer than the limit, it asks all tasks through TensorFlow's
-coordination service. Each task writes its stacks to its log and publishes a report; the task that asked decides, and publishes its verdict.
+Each task has a thread that publishes a report of what the task does every few seconds, through TensorFlow's coordination service. The first
+task that has waited for long reads the reports. It warns of the tasks that it waits for, with their lines, and ends the job only if
+a task exceeds its limit, or if all tasks wait for each other. The verdict is published, so that all tasks end with the same message.
 """
 
 from __future__ import annotations
@@ -10,264 +11,246 @@ import atexit
 import contextlib
 import dataclasses
 import json
-import queue
 import threading
 import time
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
 
 import tensorflow as tf
 
-from tfdist.cluster import ClusterSpec, TaskSpec, reachability
+from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives import calls
 from tfdist.compat import tf_cluster
 from tfdist.runtime import process_end, stacks
-from tfdist.runtime.activity import FIRST, Activity
-from tfdist.runtime.activity import main as activity
 from tfdist.runtime.log import logger
+from tfdist.runtime.phase import Phases
+from tfdist.runtime.phase import main as phases_of_process
+from tfdist.runtime.task_report import TIMEOUT_SECONDS, Report, Reporter
 
 REASON_PREFIX = "tfdist: "  # begins the reason with which this process aborts the collectives of all workers
-HANG = "longer than the limit of "  # part of the reason if a task hangs
-_LOOK_EVERY = 1.0  # seconds
-_ANSWER_WITHIN = 3.0  # seconds in which a task's thread answers
-_LATE_ANSWER_WITHIN = 10.0  # further seconds for a task whose port answers: its machine may be overloaded
-_VERDICT_WITHIN = 25.0  # seconds to wait for the verdict
+HANG = " has waited "  # part of the reason if a task hangs
+_VERDICT = "tfdist/hang"
+_REPORT = "tfdist/report/"
 _END_AFTER = 10.0  # seconds after which the named task ends its process
-_READ_WITHIN = 1.0  # seconds to read a variable, which may wait for TensorFlow
-_WAITS_ON = "-"  # the verdict that no task hangs
+_NOISE = 10_000.0  # bytes per second and task that the watches themselves send
 _REMEDY = "Start all tasks again, to continue from the last backup if there is one."
 _watch: HangWatch | None = None
 
 
-@dataclasses.dataclass
-class Report:
-    """Report of a task's activity.
+@dataclasses.dataclass(frozen=True)
+class Timing:
+    """The times of the watch in seconds. Tests scale them.
 
     Attributes:
-        phase: `"step"` or `"exchange"` (waits for others), `"data"` (its step waits for its own data), `"building"` (a model), `"saving"`,
-            `"evaluating"`, `"user"` for anything else, `"silent"` without an answer.
-        first: Whether it may compile: a first execution of its step, or the building of a model.
-        place: The line of the user's program.
-        step: The number of executions that it has begun.
-        waited: The seconds of its current wait.
+        look_every: The interval at which a task looks for a verdict.
+        report_every: The interval of the reports. A deadlock is confirmed by two of them.
+        warn_after: The least wait that is warned about.
     """
 
-    phase: str
-    first: bool = False
-    place: str = ""
-    step: int = 0
-    waited: float = 0.0
-
-    @classmethod
-    def of_this_task(cls) -> Report:
-        """Returns the report of this task."""
-        waited, first, where = activity.waited(), activity.is_first, activity.where
-        if not waited:
-            phase = stacks.activity()
-            return cls(phase, phase == "building", stacks.place(), activity.steps)
-        if where == "step" and _read_briefly(activity.fetching):
-            return cls("data", first, stacks.data_place(), activity.steps, waited)
-        return cls(where, first, stacks.place(), activity.steps, waited)
+    look_every: float = 1.0
+    report_every: float = 10.0
+    warn_after: float = 60.0
 
 
-def awaited_tasks(reports: Mapping[str, Report], asker: str, limit: float) -> dict[str, str]:
-    """Returns the tasks that the others wait for, each with its activity in words; empty if no task hangs, or not yet.
+timing = Timing()
+
+
+@dataclasses.dataclass
+class Verdict:
+    """The end of a job.
+
+    Attributes:
+        message: The error message of all tasks.
+        named: The tasks that the others wait for.
+    """
+
+    message: str
+    named: list[str]
+
+
+def awaited_tasks(reports: Mapping[str, Report], asker: str) -> dict[str, Report]:
+    """Returns the tasks that `asker` waits for; empty if all tasks wait.
+
+    A task that computes its step may do so beside a wait, as the threads that prepare the next batch. So it is awaited only if no other task
+    is in the user's code or waits for data.
+    """
+    others = {task: report for task, report in reports.items() if task != asker}
+    slow = {task: report for task, report in others.items() if report.state in ("user", "data")}
+    return slow or {task: report for task, report in others.items() if report.state == "computes"}
+
+
+def verdict(
+    reports: Mapping[str, Report], before: Mapping[str, Report], asker: str, timeout_seconds: float
+) -> Verdict | None:
+    """Returns the end of the job, or None if it continues.
 
     Args:
         reports: The reports of all tasks.
-        asker: The task that has waited longer than the limit.
-        limit: The limit of a step that is not a first execution, in seconds.
+        before: Their reports some seconds ago.
+        asker: A task that has waited for long.
+        timeout_seconds: `Trainer(timeout_seconds=...)`; 0 means no limit.
     """
-    waits = reports[asker]
-    patient = waits.waited < FIRST * limit
-    named: dict[str, str] = {}
+    own = reports[asker]
+    if not timeout_seconds or own.state != "waits":
+        return None
+    if awaited := awaited_tasks(reports, asker):
+        overruns = {task: report.overrun(own.waited, timeout_seconds) for task, report in awaited.items()}
+        named = [task for task, overrun in overruns.items() if overrun]
+        if not named:
+            return None
+        what = "; ".join(f"{task} {awaited[task].describe()}" for task in named)
+        return Verdict(
+            f"{what}; {asker}{HANG}{own.waited:.0f} s for it in {_where(own)}. {overruns[named[0]]}. If this work is only slow, raise "
+            f"Trainer(timeout_seconds={timeout_seconds:g}), or use tfdist.slow. {_REMEDY}",
+            named,
+        )
+    if not _is_confirmed(reports, before):
+        return None
+    if len({report.call for report in reports.values()}) == 1:
+        if own.waited < timing.warn_after * max(report.patience for report in reports.values()):
+            return None  # some collectives wait while others compile
+        what = f"all tasks wait in {_where(own)}, and none computes"
+        named = list(reports)
+    else:
+        what = "; ".join(f"{task} {report.describe()}" for task, report in reports.items())
+        last = max((report.steps, report.exchanges) for report in reports.values())
+        named = [task for task, report in reports.items() if (report.steps, report.exchanges) < last]
+    return Verdict(
+        f"{what}: a deadlock, in which {asker}{HANG}{own.waited:.0f} s. All tasks must make the same calls in the same order. {_REMEDY}",
+        named,
+    )
+
+
+def warning(reports: Mapping[str, Report], asker: str, timeout_seconds: float) -> str:
+    """Returns the warning that names the tasks that `asker` waits for; empty if there are none."""
+    awaited = awaited_tasks(reports, asker)
+    if not awaited:
+        return ""
+    names = ", and ".join(f"{task}, which {report.describe()}" for task, report in awaited.items())
+    limit = f" (Trainer(timeout_seconds={timeout_seconds:g}) is its limit)" if timeout_seconds else ""
+    return f"{asker}{HANG}{reports[asker].waited:.0f} s for {names}; the job goes on{limit}"
+
+
+def _is_confirmed(reports: Mapping[str, Report], before: Mapping[str, Report]) -> bool:
+    """Returns whether all tasks wait in the collectives in which they have waited before, while the network is quiet."""
     for task, report in reports.items():
-        at = f" at {report.place}" if report.place else ""
-        if report.phase == "silent":
-            named[task] = "does not answer: is it stopped, or is its host gone?"
-        elif report.first and patient:
-            continue
-        elif report.phase == "user" and task != asker:
-            named[task] = f"is{at}" if at else "is outside of a step"
-        elif report.phase == "data":
-            named[task] = f"waits for its data{at}" if at else "waits for data in its input pipeline"
-        elif report.first:
-            named[task] = f"is in its first step{at}"
-    if named:
-        return named
-    stuck = {
-        task: report
-        for task, report in reports.items()
-        if report.phase in ("step", "exchange") and report.waited > limit / 2 and not report.first
-    }
-    if len(stuck) < len(reports):
-        return {}  # another task saves, evaluates, compiles, or has continued
-    last = max((report.step, report.phase == "step") for report in stuck.values())
-    behind = {
-        task: f"waits in another collective at {report.place}"
-        for task, report in stuck.items()
-        if (report.step, report.phase == "step") < last
-    }
-    if behind or patient:
-        return behind
-    return {task: f"waits in step {report.step}" for task, report in stuck.items()}
+        then = before.get(task)
+        if then is None or then.number >= report.number or then.call != report.call or then.state != "waits":
+            return False
+        seconds = report.waited - then.waited
+        if seconds <= 0 or abs(report.transferred - then.transferred) > _NOISE * len(reports) * seconds:
+            return False
+    return True
+
+
+def _where(report: Report) -> str:
+    return f"step {report.steps}" if report.wait == "step" else f"an exchange after step {report.steps}"
 
 
 class HangWatch:
-    """Thread that answers other tasks, and asks them if this task has waited longer than the limit. It runs until the process ends.
+    """Thread that publishes this task's reports, and reads those of the others if this task waits for long. It runs until the process ends.
 
     Args:
         cluster: The cluster.
         task: This process's task.
-        timeout_seconds: The limit; 0 is off, None deduces it.
-        waits: This process's waits.
+        timeout_seconds: The limit; 0 means no limit, None the default.
+        phases: This process's phases.
     """
 
-    def __init__(self, cluster: ClusterSpec, task: TaskSpec, timeout_seconds: float | None, waits: Activity = activity):
-        self._cluster, self._task, self._fixed, self._waits = cluster, task, timeout_seconds, waits
-        self._others = [other for other in cluster.training_tasks() if other != task]
-        self._number, self._asked_at, self._asked_since = 0, 0.0, 0.0
+    def __init__(
+        self, cluster: ClusterSpec, task: TaskSpec, timeout_seconds: float | None, phases: Phases = phases_of_process
+    ):
+        self._task, self._phases = str(task), phases
+        self._tasks = [str(other) for other in cluster.training_tasks()]
+        self._limit = TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
+        self._before: dict[str, Report] = {}
+        self._advanced: dict[str, tuple[int, float]] = {}  # the number of each task's last report, and when it was new
+        self._warned = (phases.now, 0.0)  # the wait that the last warning was about, and its seconds
         self._over = threading.Event()
 
     @property
     def is_late(self) -> bool:
-        """Returns whether this task has waited longer than the limit."""
-        return self._waits.waited() > self._waits.limit(self._fixed)
+        """Returns whether this task has waited for long."""
+        return self._phases.waited() > self._phases.long_wait(timing.warn_after)
 
     def start(self) -> None:
         """Starts the thread."""
-        self._waits.watched = True
+        self._phases.watched = True
         thread = threading.Thread(target=self._run, daemon=True, name="tfdist-hangs")
         thread.start()
 
         def stop() -> None:  # before TensorFlow's shutdown
             self._over.set()
-            thread.join(_LOOK_EVERY)
+            thread.join(timing.look_every)
 
         atexit.register(stop)
 
     def _run(self) -> None:
-        while not self._over.wait(_LOOK_EVERY):
+        reporter, due = Reporter(self._phases), time.monotonic() + timing.report_every
+        while not self._over.wait(timing.look_every):
             stacks.answer_request()
             with contextlib.suppress(tf.errors.OpError):
-                self._answer(json.loads(tf_cluster.published(self._key(), 0.01)))
+                self._end(Verdict(**json.loads(tf_cluster.published(_VERDICT, 0.01))))
+                return
+            if time.monotonic() < due:
                 continue
-            if self._is_due():
-                self._ask()
-
-    def _is_due(self) -> bool:
-        waited, limit = self._waits.waited(), self._waits.limit(self._fixed)
-        if waited <= limit or not self._others:
-            return False
-        if self._asked_since != self._waits.since:  # another wait than the last one that was asked about
-            return True
-        return time.monotonic() - self._asked_at > limit
-
-    def _ask(self) -> None:
-        self._asked_since = self._waits.since
-        request = {"asker": str(self._task), "waited": self._waits.waited()}
-        with contextlib.suppress(tf.errors.OpError):  # another task may have asked first
-            tf_cluster.publish(self._key(), json.dumps(request))
-        try:
-            self._answer(json.loads(tf_cluster.published(self._key(), _ANSWER_WITHIN)))
-        except tf.errors.OpError:  # the chief holds the published texts
-            chief = self._cluster.chief
-            if chief != self._task and reachability.unreachable_tasks(self._cluster, [chief], serving=True):
-                own = Report.of_this_task()
-                reports = {str(self._task): own, str(chief): Report("silent")}
-                self._end(*self._message(awaited_tasks(reports, str(self._task), self._base()), own))
-        self._asked_at = time.monotonic()
-
-    def _answer(self, request: dict[str, Any]) -> None:
-        own = Report.of_this_task()
-        asker, waited = request["asker"], request["waited"]
-        stacks.dump(f"{asker} has waited {waited:.0f} s for other tasks")
-        with contextlib.suppress(tf.errors.OpError):
-            tf_cluster.publish(self._key(str(self._task)), json.dumps(dataclasses.asdict(own)))
-        if asker == str(self._task):
-            message, named = self._decide(own)
+            due = time.monotonic() + timing.report_every
+            wait, own = self._phases.now, reporter.report(timing.warn_after)
             with contextlib.suppress(tf.errors.OpError):
-                tf_cluster.publish(self._key("verdict"), json.dumps([message, named]) if named else _WAITS_ON)
-        else:
-            message, named = self._verdict()
-            self._asked_since, self._asked_at = self._waits.since, time.monotonic()
-        self._number += 1
-        if named:
-            self._end(message, named)
+                tf_cluster.replace(f"{_REPORT}{self._task}", json.dumps(dataclasses.asdict(own)))
+            if own.asks and own.state == "waits" and (reports := self._reports(own)):
+                self._judge(wait, reports)
 
-    def _verdict(self) -> tuple[str, list[str]]:
-        ends = time.monotonic() + _VERDICT_WITHIN
-        while time.monotonic() < ends and not self._over.is_set():
-            try:
-                text = tf_cluster.published(self._key("verdict"), _LOOK_EVERY)
-            except tf.errors.DeadlineExceededError:
-                continue
-            except tf.errors.OpError:
-                break
-            message, named = json.loads(text) if text != _WAITS_ON else ("", [])
-            return message, named
-        return "", []
-
-    def _decide(self, own: Report) -> tuple[str, list[str]]:
-        since = self._waits.since
-        reports = {str(self._task): own, **self._reports()}
-        named = awaited_tasks(reports, str(self._task), self._base())
-        if self._waits.since != since:  # the wait has ended meanwhile
-            return "", []
-        return self._message(named, dataclasses.replace(own, waited=self._waits.waited()))
-
-    def _base(self) -> float:
-        return self._waits.limit(self._fixed) / (FIRST if self._waits.is_first else 1)
-
-    def _message(self, named: Mapping[str, str], own: Report) -> tuple[str, list[str]]:
-        if not named:
-            return "", []
-        where = f"step {own.step}" if own.phase in ("step", "data") else f"an exchange after step {own.step}"
-        what = "; ".join(f"{task} {text}" for task, text in named.items())
-        who, whom = str(self._task), "for it " if len(named) == 1 else "for them "
-        if who in named:
-            who, whom = "it" if len(named) == 1 else who, ""
-        return (
-            f"{what}; {who} has waited {own.waited:.0f} s {whom}in {where}, "
-            f"{HANG}{self._waits.limit(self._fixed):.0f} s ({self._waits.reason(self._fixed)}). {_REMEDY}"
-        ), list(named)
-
-    def _reports(self) -> dict[str, Report]:
-        """Returns the other tasks' reports."""
+    def _reports(self, own: Report) -> dict[str, Report]:
+        """Returns the reports of all tasks; empty if an earlier task asks, too, and so decides."""
         reports: dict[str, Report] = {}
-        ends = time.monotonic() + _ANSWER_WITHIN
-        missing = self._collect(self._others, reports, ends)
-        absent = reachability.unreachable_tasks(self._cluster, missing, serving=True) if missing else {}
-        late = self._collect(
-            [task for task in missing if task not in absent], reports, time.monotonic() + _LATE_ANSWER_WITHIN
-        )
-        # The watch for lost workers reports them.
-        gone = [task for task in absent if absent[task] in reachability.ENDED]
-        return reports | {str(task): Report("silent") for task in [*absent, *late] if task not in gone}
+        for task in self._tasks:
+            if task == self._task:
+                reports[task] = own
+                continue
+            reports[task] = self._report(task)
+            if len(reports) <= self._tasks.index(self._task) and reports[task].asks and reports[task].state == "waits":
+                return {}
+        return reports
 
-    def _collect(self, tasks: list[TaskSpec], reports: dict[str, Report], ends: float) -> list[TaskSpec]:
-        missing = []
-        for task in tasks:
-            try:
-                text = tf_cluster.published(self._key(str(task)), max(ends - time.monotonic(), 0.01))
-                reports[str(task)] = Report(**json.loads(text))
-            except tf.errors.OpError:
-                missing.append(task)
-        return missing
+    def _report(self, task: str) -> Report:
+        """Returns the last report of another task. If the task reports no more, it may be stopped, which another watch finds out; or a library keeps Python's lock."""
+        report = Report()
+        with contextlib.suppress(tf.errors.OpError):
+            report = Report(**json.loads(tf_cluster.published(f"{_REPORT}{task}", 0.5)))
+        now = time.monotonic()
+        number, since = self._advanced.setdefault(task, (report.number, now))
+        if report.number != number:
+            self._advanced[task] = report.number, now
+        elif now - since > 4 * timing.report_every:
+            return Report(report.number, state="user", place=report.place, activity=report.activity, is_silent=True)
+        return report
 
-    def _end(self, message: str, named: list[str]) -> None:
-        """Aborts this task's collectives. If the task is named and has not ended after 10 s, ends its process."""
-        if not named or self._over.is_set():
+    def _judge(self, wait: object, reports: dict[str, Report]) -> None:
+        found = verdict(reports, self._before, self._task, self._limit)
+        self._before = reports
+        if self._phases.now is not wait:  # the wait has ended meanwhile
             return
-        calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{message}")
-        if str(self._task) in named and not self._waits.since:
-            logger.error(message)
-        if str(self._task) in named and not self._over.wait(_END_AFTER):
-            process_end.end(1)
-        self._over.set()
+        if found:
+            with contextlib.suppress(tf.errors.OpError):  # another task may have been first
+                tf_cluster.publish(_VERDICT, json.dumps(dataclasses.asdict(found)))
+            return
+        warned, seconds = self._warned
+        if warned is wait and reports[self._task].waited < 2 * seconds:
+            return
+        if text := warning(reports, self._task, self._limit):
+            self._warned = self._phases.now, reports[self._task].waited
+            logger.warning(text)
 
-    def _key(self, part: str = "") -> str:
-        return f"tfdist/hang/{self._number}/{part}" if part else f"tfdist/hang/{self._number}"
+    def _end(self, verdict: Verdict) -> None:
+        """Aborts this task's collectives. If the task is named and has not ended after 10 s, ends its process."""
+        stacks.dump(verdict.message)
+        calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{verdict.message}")
+        if self._task in verdict.named:
+            if not self._phases.now.is_wait:
+                logger.error(verdict.message)
+            if not self._over.wait(_END_AFTER):
+                process_end.end(1)
+        self._over.set()
 
 
 def start_watch(cluster: ClusterSpec, task: TaskSpec, timeout_seconds: float | None) -> None:
@@ -279,19 +262,5 @@ def start_watch(cluster: ClusterSpec, task: TaskSpec, timeout_seconds: float | N
 
 
 def is_late() -> bool:
-    """Returns whether this task has waited longer than the limit."""
+    """Returns whether this task has waited for long."""
     return _watch is not None and _watch.is_late
-
-
-def _read_briefly(read: Callable[[], bool]) -> bool:
-    """Returns the result of a function, or False if it takes over a second or raises an error."""
-    results: queue.SimpleQueue[bool] = queue.SimpleQueue()
-
-    def run() -> None:
-        with contextlib.suppress(Exception):
-            results.put(read())
-
-    threading.Thread(target=run, daemon=True, name="tfdist-read").start()
-    with contextlib.suppress(queue.Empty):
-        return results.get(timeout=_READ_WITHIN)
-    return False

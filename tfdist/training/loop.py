@@ -17,6 +17,7 @@ from tfdist.data import stored
 from tfdist.data.source import DataSource, Passes
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, stop_iteration_error
+from tfdist.runtime.phase import phase
 from tfdist.runtime.progress import Progress
 from tfdist.step import model_building
 from tfdist.training import input_data
@@ -154,22 +155,23 @@ def train(
     for epoch in planned:
         report(**passes.progress(epochs))
         model.reset_metrics()
-        _call(hooks.on_epoch_begin, epoch)
-        for begin, end, remaining_steps in session.resumed(passes.epoch()) if session else passes.epoch():
-            _call(hooks.on_train_batch_begin, begin)
-            step_logs = yield remaining_steps
-            if step_logs is None:
-                passes.end_early()
-                break
-            logs = step_logs
-            _call(hooks.on_train_batch_end, end, logs)
-            done = passes.on_steps_done(end)
-            report(done=passes.position.step, metrics=logs)
-            if session:
-                _call(session.on_execution_end, logs, done)
-            if model.stop_training:
-                break
-        tf_internals.wait_for_asynchronous_steps()
+        with phase("training"):
+            _call(hooks.on_epoch_begin, epoch)
+            for begin, end, remaining_steps in session.resumed(passes.epoch()) if session else passes.epoch():
+                _call(hooks.on_train_batch_begin, begin)
+                step_logs = yield remaining_steps
+                if step_logs is None:
+                    passes.end_early()
+                    break
+                logs = step_logs
+                _call(hooks.on_train_batch_end, end, logs)
+                done = passes.on_steps_done(end)
+                report(done=passes.position.step, metrics=logs)
+                if session:
+                    _call(session.on_execution_end, logs, done)
+                if model.stop_training:
+                    break
+            tf_internals.wait_for_asynchronous_steps()
         if logs is None:
             raise ConfigError("The training data hold no batch.")
         training_logs = epoch_logs(logs)
@@ -215,7 +217,7 @@ def evaluate(
         session.on_validation_begin()
     logs: Logs = None
     model.reset_metrics()
-    with _closing(None if validation else passes):
+    with _closing(None if validation else passes), phase("validation"):
         for begin, end, remaining_steps in passes.epoch():
             _call(hooks.on_test_batch_begin, begin)
             step_logs = engine.run(model.test_function, passes.iterator, remaining_steps)
@@ -256,7 +258,7 @@ def predict(
     run = engine.predictor(model, passes, passes.steps_per_epoch)
     parts: list[Structure] = []
     _call(hooks.on_predict_begin)
-    with _closing(passes):
+    with _closing(passes), phase("prediction"):
         for begin, end, remaining_steps in passes.epoch():
             _call(hooks.on_predict_batch_begin, begin)
             outputs = run(size if remaining_steps is None else min(size, remaining_steps))

@@ -19,6 +19,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.engine import Engine
 from tfdist.runtime import process_end, progress
 from tfdist.runtime.log import BARE, logger
+from tfdist.runtime.phase import phase
 from tfdist.training import checks, console, lost_workers
 
 # Arguments of `fit` that must be equal to those of the backup.
@@ -121,7 +122,7 @@ class LoopContext:
 
     def delete_backup(self, backup: BackupAndRestore | None, at_once: bool = False) -> None:
         """Removes the backups of finished trainings; `at_once` as for `BackupAndRestore.delete`. A collective."""
-        with self.watching_workers():
+        with self.watching_workers(), phase("call", "delete_backup"):
             self.ranks.barrier()
             # The chief removes the manifest first: without one, a backup does not count as damaged.
             if backup and self.is_chief:

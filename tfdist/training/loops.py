@@ -21,6 +21,7 @@ from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard, compression_report
 from tfdist.monitoring.slow_tasks import SlowTasks
 from tfdist.runtime.log import logger
+from tfdist.runtime.phase import phase
 from tfdist.runtime.progress import Progress
 from tfdist.training import (
     callback_kinds,
@@ -45,7 +46,8 @@ def run(context: LoopContext, name: str, method: Method, model: keras.Model, arg
     """
     arguments = input_data.bind_arguments(method, model, args, kwargs)
     if name in LOOPS:
-        return LOOPS[name](context, model, arguments)
+        with phase("call", name):
+            return LOOPS[name](context, model, arguments)
     with context.stepping(model):
         return _PLAIN[name](context.engine, model, **arguments)
 
@@ -74,7 +76,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         data = input_data.unpack_own_rows(data, arguments)
         if isinstance(validation, worker_rows.OwnRows):
             validation = (validation.x, validation.y, validation.sample_weight)
-    with context.watching_workers():
+    with context.watching_workers(), phase("call", "the comparison of its arguments"):
         checks.check_consistency(context.ranks, model, data, validation, arguments)
         sizes = checks.own_sizes(context.ranks, data)
     global_batch_size = input_data.batch_size(data, arguments)

@@ -8,15 +8,11 @@ TensorFlow reconnects, but the calls in flight fail, and all later collectives o
 from __future__ import annotations
 
 import contextlib
-import itertools
 import re
 import threading
 import time
-import traceback
-import types
 from collections.abc import Iterator, Sequence
 
-import keras
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, reachability
@@ -24,12 +20,12 @@ from tfdist.collectives import calls
 from tfdist.compat import call_stack, tf_cluster
 from tfdist.errors import ClusterError, DataError
 from tfdist.replicas.batch_splitting import ENDED_EARLY
-from tfdist.step.execution import Execution
+from tfdist.runtime import phase
 from tfdist.training import hangs
 from tfdist.training.hangs import HANG, REASON_PREFIX
 
 _CHECK_EVERY = 1.0  # seconds
-_LOST_AFTER = 60.0  # seconds without an answer after which a worker counts as lost: sooner than TensorFlow's heartbeats, with a clearer message
+LOST_AFTER = 60.0  # seconds without an answer after which a worker counts as lost: sooner than TensorFlow's heartbeats, with a clearer message
 _SILENT_AFTER = 3.0  # seconds without an answer, if this task also waits for longer than the limit of waits
 _REMEDY = "Start all tasks again, to continue from the last backup if there is one."
 _RESTARTED = re.compile(
@@ -42,16 +38,6 @@ _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the 
 _DATA_ERROR = "tfdist/data_error"  # the key under which a worker publishes that it cannot read its data
 _MOST_LISTED = 8  # tasks whose calls are listed: a cluster may have thousands
 _ANSWER_WITHIN = 10.0  # seconds to wait for the other workers' calls
-_PACKAGE = "tfdist.training."
-_CALLS = {
-    ("loops", "fit"): "fit",
-    ("loops", "evaluate"): "evaluate",
-    ("loops", "predict"): "predict",
-    ("saving", "save"): "save",
-    ("trainer", "delete_backup"): "delete_backup",
-    ("checks", "check_consistency"): "the comparison of its arguments",
-    ("callback_sync", "wrap_callbacks"): "the comparison of its callbacks",
-}
 
 
 @contextlib.contextmanager
@@ -80,7 +66,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             lost = ""
             if before & ended.keys():  # seen in two checks: a single failed check may be a brief network problem
                 lost = _ended_sentence(cluster, task, ended)
-            elif max(silent.seconds.values(), default=0.0) >= (_SILENT_AFTER if hangs.is_late() else _LOST_AFTER):
+            elif max(silent.seconds.values(), default=0.0) >= (_SILENT_AFTER if hangs.is_late() else LOST_AFTER):
                 lost = f"{silent.sentence()} {_REMEDY}"
             if lost and not done.is_set():
                 calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{lost}")
@@ -203,22 +189,9 @@ def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpE
 
 def _describe_call(error: BaseException) -> str:
     """Returns the calls of the trainer and of callbacks that an error came through, from the outside in."""
-    around = [frame for frame, _ in traceback.walk_stack(None)][::-1]
-    below = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    labels = itertools.chain.from_iterable(map(_labels, [*around, *below]))
-    return ", ".join(dict.fromkeys(labels)) or "a collective of the user's program"
-
-
-def _labels(frame: types.FrameType) -> Iterator[str]:
-    module, name, instance = call_stack.frame_call(frame)
-    if module.startswith(_PACKAGE) and (call := _CALLS.get((module.removeprefix(_PACKAGE), name))):
-        yield call
-    elif isinstance(instance, Execution) and name in ("run", "run_batch"):
-        yield f"a step ({instance.step_name})"
-    elif isinstance(instance, keras.callbacks.CallbackList):  # calls the callbacks
-        return
-    elif isinstance(instance, keras.callbacks.Callback) and name.startswith("on_"):
-        yield f"{'the trainer' if type(instance).__module__.startswith(_PACKAGE) else type(instance).__name__}'s {name}"
+    call, *others = [*phase.labels(error), ""]
+    names = [call, *call_stack.callback_calls(error), *others]
+    return ", ".join(dict.fromkeys(filter(None, names))) or "a collective of the user's program"
 
 
 def _exchange_calls(cluster: ClusterSpec, task: TaskSpec, own_call: str) -> Iterator[tuple[TaskSpec, str]]:

@@ -10,6 +10,7 @@ import keras
 
 from tfdist.errors import ClusterError, ConfigError, describe_error, format_value
 from tfdist.runtime import storage
+from tfdist.runtime.phase import phase
 from tfdist.strategies import model_methods, saving
 from tfdist.training.loop_context import LoopContext
 
@@ -19,7 +20,8 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
     path = _as_text(path)
     if not path.endswith(".keras"):
         raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
-    _by_chief(context, path, lambda: _save(model, path, **kwargs))
+    with phase("call", "save"):
+        _by_chief(context, path, lambda: _save(model, path, **kwargs))
 
 
 def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -47,7 +49,7 @@ def _by_chief(context: LoopContext, path: str, write: Callable[[], None]) -> Non
     if context.is_chief:
         try:
             _make_folder(path)
-            with context.engine.explaining_errors(), context.working():
+            with context.engine.explaining_errors(), context.working(), phase("saving"):
                 write()
         except Exception as e:
             error = e

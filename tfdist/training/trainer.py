@@ -61,9 +61,12 @@ class Trainer:
         start_timeout: Seconds to wait for the other tasks.
         check_weights: Whether workers compare all weights after each epoch, which copies them to the host. False compares only at the
             beginning and the end of `fit`.
+        timeout_seconds: Seconds that tasks wait for a task that is slow, such as in a callback; they warn after 60 s, and the job ends at
+            this limit, by default after 1,800 s. 0 means no limit (docs/fault-tolerance.md). `tfdist.slow` sets the limit of one part of
+            your program.
         nan_policy: The action after a step whose loss or gradient is not finite: `"ignore"`; `"skip"` skips its update, on all
             replicas; `"stop"` skips its update and makes `fit` raise a FloatingPointError, on all ranks.
-        **options: As for `create_strategy`.
+        **options: Further options, as for `create_strategy`.
 
     Attributes:
         strategy: The strategy.
@@ -93,9 +96,12 @@ class Trainer:
         compression: str | CompressionConfig | Compressor | None = None,
         start_timeout: float = preflight.START_TIMEOUT,
         check_weights: bool = True,
+        timeout_seconds: float | None = None,
         nan_policy: str = "ignore",
         **options: Any,
     ):
+        if timeout_seconds is not None:
+            options["timeout_seconds"] = timeout_seconds
         checks.check_options(Trainer, strategy, options)
         self._distribution = keras.distribution.distribution()
         if backup_dir is not None and backup is not None:
