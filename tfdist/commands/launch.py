@@ -24,11 +24,6 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.runtime import process_end
-
-if __name__ == "__main__":
-    process_end.before_imports()
-
 from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
 from tfdist.cluster.resolvers import hosts
 from tfdist.cluster.spec import split_address
@@ -39,6 +34,7 @@ from tfdist.launch import chaos
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.rounds import Rounds
 from tfdist.launch.sizes import JOIN_SECONDS, Sizes
+from tfdist.runtime import process_end
 from tfdist.runtime.log import logger, print_always
 
 _MOST = 10_000  # tasks; more are a mistake

@@ -240,6 +240,8 @@ class Launcher:
         """Starts all tasks, and returns when all have ended."""
         self._warm.wait(lambda: bool(self._signals))
         if self._signals:
+            advice = self._how_to_continue(". ") if self._signals[0] == signal.SIGINT else ""
+            self._output.say(f"{signal_name(self._signals[0])}: ending; no task runs{advice}")
             return
         self._output.attempt(self._progress, progress.clear, self._progress, self.restarts.total)
         self._output.attempt(self._progress, late_removal.begin, self._progress)

@@ -17,7 +17,7 @@ from tfdist.cluster import TaskSpec
 from tfdist.errors import printable
 from tfdist.launch import live_table, process
 from tfdist.launch.process import TaskProcess
-from tfdist.runtime import process_end
+from tfdist.runtime import interrupts
 from tfdist.runtime.files import write_error_reason
 
 # Seconds for which a traceback is held back: if its task fails, the launcher decides whether to print it.
@@ -25,7 +25,7 @@ _HOLD_SECONDS = 3.0
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMEMBERED_WARNINGS = 1000
 _OWN = b"tfdist: "  # the start of the launcher's own lines
-_INTERRUPTED = _OWN + process_end.INTERRUPTED.encode()
+_INTERRUPTED = _OWN + interrupts.MESSAGE.encode()
 _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; beyond that, the tasks' oldest lines are dropped
 # Seconds that `close` waits for the reader: since its last read, in total, and in total after a signal.
 _LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
