@@ -10,7 +10,9 @@ import sys
 
 from tfdist.version import __version__ as __version__
 
-TYPE_CHECKING = False  # `typing` is not imported, because Ctrl-C is not handled before a command has imported this module
+TYPE_CHECKING = (
+    False  # `typing` is not imported, because Ctrl-C is not handled before a command has imported this module
+)
 
 _HOMES = {
     "BackupAndRestore": "backup.callback",
