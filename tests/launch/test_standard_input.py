@@ -60,6 +60,20 @@ def test_without_input_one_sentence_says_what_to_do(tmp_path, code, reason):
     assert "Traceback" in (tmp_path / "logs/worker-0.log").read_text()
 
 
+def test_a_breakpoint_in_a_task_of_a_local_training(tmp_path):
+    """The command reports it as an error of the configuration, without a traceback."""
+    (tmp_path / "config.py").write_text(
+        "import os, tfdist\ndef get_config():\n    if 'TF_CONFIG' in os.environ:\n        breakpoint()\n"
+        "    return tfdist.TrainConfig(epochs=1, global_batch_size=64)\n"
+    )
+    words = ["train", "--config=config.py", "--workdir=run", "--config.cluster.workers=2", "--config.max_restarts=2"]
+    words += ["--config.strategy.name=multi_worker_mirrored"]
+    command = [sys.executable, "-m", "tfdist", *words]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
+    assert done.returncode == 2, done.stderr
+    assert re.sub("worker:1", "worker:0", done.stdout).count(SENTENCE) == 1, done.stdout
+
+
 def test_the_user_of_a_debugger_ends_the_job(tmp_path):
     status, output = launch(tmp_path, DEBUGGED, "--stdin=worker:0", "--max_restarts=2", typed=b"q\n")
     assert status == 1

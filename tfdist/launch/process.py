@@ -26,7 +26,7 @@ _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 16  # bytes per read: the size of a pipe
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|BdbQuit)\b")
 # The end of a debugger, or of `input()`, that a person did not answer.
-_NO_ANSWER = re.compile(rb"bdb\.BdbQuit\b|EOFError: EOF when reading a line")
+_NO_ANSWER = re.compile(rb"(?=\S).*\b(BdbQuit\b|EOFError: EOF when reading a line)")
 # First lines of messages whose cause is further down, and lines between that do not contain the cause.
 _HEADING = re.compile(rb":$|Exception encountered when calling ")
 _DETAIL = re.compile(
