@@ -3,11 +3,16 @@
 Names are loaded on first use: `import tfdist` does not load TensorFlow.
 """
 
+from __future__ import annotations
+
 import importlib
 import sys
-from typing import TYPE_CHECKING, Any
 
 from tfdist.version import __version__ as __version__
+
+TYPE_CHECKING = (
+    False  # `typing` is not imported, because Ctrl-C is not handled before a command has imported this module
+)
 
 _HOMES = {
     "BackupAndRestore": "backup.callback",
@@ -56,6 +61,8 @@ __all__ = [
 ]
 
 if TYPE_CHECKING:
+    from typing import Any
+
     from tfdist.backup.callback import BackupAndRestore
     from tfdist.cluster import ClusterSpec, TaskSpec
     from tfdist.cluster.resolvers.discovery import find_cluster

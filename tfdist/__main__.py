@@ -8,8 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from tfdist.errors import ConfigError, unknown_name_message
-from tfdist.runtime import process_end
+from tfdist.runtime import interrupts
 from tfdist.version import __version__
 
 # Command to its module and its line in the help.
@@ -34,9 +33,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     Args:
         argv: The program's name and its arguments. None means this process's arguments; the command may then end the process.
     """
+    if argv is None:
+        interrupts.end_at_once()
+    from tfdist.runtime import process_end  # after the signal's handler, because its imports take time
+
     if argv is not None:
         return process_end.run_command(_main, argv)
-    process_end.before_imports()
     try:
         folder = os.getcwd()
     except OSError as e:  # the folder has been removed, so relative paths are invalid
@@ -65,6 +67,8 @@ def _main(argv: Sequence[str], imported: Callable[[], None] = lambda: None) -> i
         imported()
         return int(module.main([f"tfdist {name}", *arguments]))
     else:
+        from tfdist.errors import ConfigError, unknown_name_message
+
         known = ("--help", "--version") if word.startswith("-") else COMMANDS
         what = "flag" if word.startswith("-") else "command"
         usage = ConfigError("Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands.")

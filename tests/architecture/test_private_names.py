@@ -15,7 +15,7 @@ OUTSIDE = [path for path in MODULES.values() if COMPAT not in path.parents]
 
 PRIVATE_PACKAGES = ("keras.src", "tensorflow.python", "tensorflow.compiler", "tensorflow.core")
 # Python's own: documented although their names begin with an underscore, but for the last two.
-PYTHON = {"os._exit", "atexit._run_exitfuncs", "threading._register_atexit"}
+PYTHON = {"os._exit", "sys._current_frames", "atexit._run_exitfuncs", "threading._register_atexit"}
 NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}
 FRAMES = {"f_back", "f_code", "f_globals", "f_locals"}
 ATTRIBUTE_FUNCTIONS = {"getattr", "setattr", "hasattr", "delattr"}

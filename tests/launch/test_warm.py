@@ -80,7 +80,7 @@ ENDS = {
     "fault": -11,
     "interrupt": -2,
     "SIGTERM": -15,
-    "SIGHUP": -1,
+    "SIGHUP": 0 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else -1,  # ignored under nohup
     "SIGKILL": -9,
 }
 

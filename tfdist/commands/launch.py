@@ -24,11 +24,6 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.runtime import process_end
-
-if __name__ == "__main__":
-    process_end.before_imports()
-
 from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
 from tfdist.cluster.resolvers import hosts
 from tfdist.cluster.spec import split_address
@@ -39,6 +34,7 @@ from tfdist.launch import chaos
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.rounds import Rounds
 from tfdist.launch.sizes import JOIN_SECONDS, Sizes
+from tfdist.runtime import process_end
 from tfdist.runtime.log import logger, print_always
 
 _MOST = 10_000  # tasks; more are a mistake
@@ -135,6 +131,12 @@ def _flags() -> flags.FlagValues:
         "stop:worker:0@200+10s (for 10 s), term:worker:0@30s (SIGTERM, 30 s after the start), or random:SEED.",
         flag_values=values,
     )
+    flags.DEFINE_string(
+        "stdin",
+        "",
+        "The task that reads the standard input of this command, as worker:0: for breakpoint() and input(), which fail in other tasks.",
+        flag_values=values,
+    )
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
@@ -161,6 +163,8 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
             limits["warm"] = values.warm > 0
             if workers.is_elastic:
                 limits["sizes"] = Sizes(*workers, values.replicas, values.join_seconds)
+        if values.stdin:
+            limits["stdin"] = hosts.parse_task(cluster, values.stdin, "--stdin")
         events = chaos.parse(values.chaos, cluster, here)
         if not faults:
             _make_log_dir(values.log_dir)
@@ -207,7 +211,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     if not command:
         yield (
             "Usage: tfdist launch [--workers=N or MIN:MAX] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--warm=0] "
-            "[--chaos=EVENTS] [--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--nnodes=MIN:MAX] [--] COMMAND. "
+            "[--stdin=TASK] [--chaos=EVENTS] [--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--nnodes=MIN:MAX] [--] COMMAND. "
             "The command is missing."
         )
     elif not shutil.which(command[0]):

@@ -22,11 +22,6 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from tfdist.runtime import process_end
-
-if __name__ == "__main__":
-    process_end.before_imports()
-
 from tfdist.cluster import local_cluster, task_versions
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster

@@ -21,6 +21,7 @@ from tfdist.launch.process import (
     Failure,
     TaskProcess,
     handling_signals,
+    lacks_answer,
     last_error_line,
     set_logs_aside,
     signal_name,
@@ -29,9 +30,9 @@ from tfdist.launch.process import (
 from tfdist.launch.restart_policy import RestartPolicy, why_final
 from tfdist.launch.rounds import Rounds, Start
 from tfdist.launch.sizes import Sizes
+from tfdist.launch.standard_input import StandardInput
 from tfdist.launch.warm import WarmSpare
 from tfdist.runtime import late_removal, process_end, progress
-from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.temporary import temporary_folder
 
 _ALONE = (
@@ -68,6 +69,7 @@ class Launcher:
         rounds: The starts of an elastic job on several hosts. None means that the hosts do not change.
         chaos: The events that happen to the tasks, as a test of the job. None means none.
         warm: Whether to fork tasks from a process that has imported TensorFlow and Keras, where that is possible (`WarmSpare`).
+        stdin: The task that reads this process's standard input. None means that no task reads it.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
@@ -100,6 +102,7 @@ class Launcher:
         rounds: Rounds | None = None,
         chaos: Chaos | None = None,
         warm: bool = False,
+        stdin: TaskSpec | None = None,
     ):
         self._command = list(command)
         self._prefixes = prefixes or {}
@@ -127,6 +130,7 @@ class Launcher:
         self._why = ""  # the reason for the next start, for other hosts' launchers
         self._code: int | None = None  # the job's exit code, from another host's launcher
         self._chaos = chaos or Chaos()
+        self._stdin = StandardInput(stdin)
         self.restarts = RestartPolicy(max_restarts)
         # Without restarts, one task starts no sooner.
         self._uses_spare = warm and not self._prefixes and (max_restarts > 0 or len(self._specs) > 1)
@@ -154,13 +158,14 @@ class Launcher:
                 ):
                     self._evaluator.is_over = not self._has_evaluator
                     servers = [spec for spec in self._specs if self._is_server(spec)]
-                    self._output.start_table(self._specs + self._evaluator.waiting, servers, self._progress)
+                    if not self._stdin.is_read:  # the table would overwrite what is typed
+                        self._output.start_table(self._specs + self._evaluator.waiting, servers, self._progress)
                     for _ in self._starts():
                         self._run_once()
                     if not self._preempted and self.failure is None:
                         self._evaluator.finish(lambda: bool(self._signals), self._refresh)
                     if not (self._preempted or self._signals or self.failure):
-                        self._remove_backups()
+                        late_removal.remove_all_noted(self._progress, self._output.say)
                     received_sigterm = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
                     if received_sigterm and (advice := self._how_to_continue()):
                         self._output.say(advice)
@@ -240,6 +245,8 @@ class Launcher:
         """Starts all tasks, and returns when all have ended."""
         self._warm.wait(lambda: bool(self._signals))
         if self._signals:
+            advice = self._how_to_continue(". ") if self._signals[0] == signal.SIGINT else ""
+            self._output.say(f"{signal_name(self._signals[0])}: ending; no task runs{advice}")
             return
         self._output.attempt(self._progress, progress.clear, self._progress, self.restarts.total)
         self._output.attempt(self._progress, late_removal.begin, self._progress)
@@ -268,7 +275,7 @@ class Launcher:
         environ = task_environ(self._environ, self._cluster, spec, self._progress, self._log_dir)
         with self._guardian.starting():
             log, start = self._log_dir / f"{spec.name}.log", self._warm.start
-            task = TaskProcess(spec, command, environ, log, append or self._appends, start)
+            task = TaskProcess(spec, command, environ, log, append or self._appends, start, self._stdin.of(spec))
             self._guardian.watch(task.process.pid)
         return task
 
@@ -283,8 +290,12 @@ class Launcher:
             for at, spec in [delayed for delayed in self._later if time.monotonic() >= delayed[0]]:
                 self._later.remove((at, spec))
                 self._start(spec)
-            for key, _ in self._selector.select(timeout=self._chaos.turn):
-                self._forward_output(key.data)
+            ready = [key.data for key, _ in self._selector.select(timeout=self._chaos.turn)]
+            for task in ready:
+                self._forward_output(task)
+            for task in self._running:
+                if task not in ready and self._stdin.is_typed_for(task.spec):
+                    self._output.ask(task)
             self._refresh()
             self._grow()
             if self._rounds:
@@ -339,6 +350,7 @@ class Launcher:
             time.sleep(0.05)
 
     def _refresh(self) -> None:
+        self._stdin.forward()
         if not self._signals:
             self._evaluator.look()
         self._chaos.look(self._running, self._progress, self._output)
@@ -422,9 +434,12 @@ class Launcher:
             self._output.say(f"{failure}; the other workers continue")
             return
         self.failure = failure
-        self._output.release(task)
-        why = f"; {why}" if self.restarts.limit else ""
         remedy = failure.remedy(self._saved)
+        if lacks_answer(failure.reason):  # the traceback is that of the debugger
+            remedy = self._stdin.remedy(task.spec)
+        else:
+            self._output.release(task)
+        why = f"; {why}" if self.restarts.limit else ""
         self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
         self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # after a failure tasks save nothing
 
@@ -452,17 +467,6 @@ class Launcher:
             self._output.say(f"the backup of step {saved} is complete; starting again {size}")
             self._restart = self._is_growing = True
             self._end(signal.SIGTERM, self._grace_seconds)
-
-    def _remove_backups(self) -> None:
-        """Removes the backups of finished trainings. Tasks do not remove them, because a restart might still need them."""
-        for folder, names in late_removal.noted(self._progress):
-            try:
-                late_removal.remove_noted(folder, names)
-            except OSError as e:
-                self._output.say(
-                    f"the backups in {folder} cannot be removed, though the model is saved: {write_error_reason(e)}. Remove them, or the next "
-                    "training there continues from them"
-                )
 
     def _from_where(self) -> str:
         return "the chief's last backup, if there is one" if self._saved is None else f"step {self._saved}"

@@ -17,7 +17,7 @@ from tfdist.cluster import TaskSpec
 from tfdist.errors import printable
 from tfdist.launch import live_table, process
 from tfdist.launch.process import TaskProcess
-from tfdist.runtime import process_end
+from tfdist.runtime import interrupts
 from tfdist.runtime.files import write_error_reason
 
 # Seconds for which a traceback is held back: if its task fails, the launcher decides whether to print it.
@@ -25,7 +25,8 @@ _HOLD_SECONDS = 3.0
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMEMBERED_WARNINGS = 1000
 _OWN = b"tfdist: "  # the start of the launcher's own lines
-_INTERRUPTED = _OWN + process_end.INTERRUPTED.encode()
+# What tasks print after Ctrl-C outside of a traceback: tfdist, and Python if it has not yet started.
+_INTERRUPTED = (_OWN + interrupts.MESSAGE.encode(), b"Fatal Python error: init_", b"Python runtime state: ")
 _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; beyond that, the tasks' oldest lines are dropped
 # Seconds that `close` waits for the reader: since its last read, in total, and in total after a signal.
 _LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
@@ -58,6 +59,9 @@ class LauncherOutput:
         self._waiting_bytes = 0
         self._spared: list[bytes] = []  # the launcher's own lines among the dropped ones
         self._left_out = 0
+        self._asking: TaskProcess | None = None  # the task that waits behind its prompt, the last line of the screen
+        self._prompt = b""
+        self._is_asked = False  # whether the prompt is written
         self._has_table = stream is None and live_table.is_possible()
         self._table: live_table.LiveTable | None = None
         # The first line of a warning, and the number of its repetitions, by the text that repetitions share.
@@ -114,11 +118,16 @@ class LauncherOutput:
             self.forward(task, last)
             if task.open and not last:
                 time.sleep(0.005)
+        if task is self._asking:
+            self._asking = None
+            self._write(b"")  # ends the prompt's line
 
     def forward(self, task: TaskProcess, last: bool = False) -> None:
         """Prints a task's new complete lines, and holds a traceback back. Arguments as for `TaskProcess.read`."""
         for line in task.read(last):
-            if task.held or line.startswith(_TRACEBACK):
+            if task is self._asking:
+                self._asking, self._is_asked = None, False
+            if task.held or line.endswith(_TRACEBACK):  # behind a prompt, if nobody answered it
                 task.held_since = task.held_since if task.held else time.monotonic()
                 task.held.append(line)
             elif not self._is_repeated(task, line) and not (self.is_interrupted and line.startswith(_INTERRUPTED)):
@@ -128,6 +137,13 @@ class LauncherOutput:
                 f"cannot write {task.log_path}: {task.log_fault.strerror}; the output of {task.spec} is only shown here"
             )
             task.log_fault = None
+
+    def ask(self, task: TaskProcess) -> None:
+        """Shows the line that a task has begun, such as a debugger's prompt, below all lines until the task writes again."""
+        if prompt := task.take_prompt():
+            self.release(task)
+            self._asking, self._is_asked, self._prompt = task, False, f"[{task.spec}] ".encode() + prompt
+            self._flush()
 
     def count_warnings(self) -> None:
         """Prints the number of repetitions of each warning; the warning itself was printed once."""
@@ -197,7 +213,14 @@ class LauncherOutput:
     def _flush(self) -> None:
         """Writes the waiting lines, unless the table's next refresh writes them or the reader is not ready."""
         if self._table is None and self._writer.is_idle:
-            self._writer.write(b"".join(line + b"\n" for line in self._take_lines()))
+            text = b"".join(line + b"\n" for line in self._take_lines())
+            if self._asking and (text or not self._is_asked):
+                text = b"\n" * self._is_asked + text
+                if self.is_interrupted:
+                    self._asking = None
+                else:
+                    text, self._is_asked = text + self._prompt, True
+            self._writer.write(text)
 
     def _take_lines(self) -> list[bytes]:
         """Returns the waiting lines and clears them."""

@@ -24,7 +24,9 @@ _TAIL_LINES = 20
 _LOGS = (".log", stacks.SUFFIX)
 _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 16  # bytes per read: the size of a pipe
-_EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt)\b")
+_EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|BdbQuit)\b")
+# The end of a debugger, or of `input()`, that a person did not answer.
+_NO_ANSWER = re.compile(rb"(?=\S).*\b(BdbQuit\b|EOFError: EOF when reading a line)")
 # First lines of messages whose cause is further down, and lines between that do not contain the cause.
 _HEADING = re.compile(rb":$|Exception encountered when calling ")
 _DETAIL = re.compile(
@@ -68,20 +70,19 @@ class Process(Protocol):
         """Waits for the end of the process, and returns `returncode`."""
 
 
-def spawn(command: Sequence[str], environ: Mapping[str, str], output: int) -> Process:
+def spawn(command: Sequence[str], environ: Mapping[str, str], output: int, stdin: int = subprocess.DEVNULL) -> Process:
     """Starts a command as the leader of a new session.
 
     Args:
         command: The command.
         environ: Its environment.
         output: The descriptor for its standard output and error.
+        stdin: The descriptor of its standard input.
 
     Raises:
         OSError: The command cannot be started.
     """
-    return subprocess.Popen(
-        command, env=environ, stdin=subprocess.DEVNULL, stdout=output, stderr=output, start_new_session=True
-    )
+    return subprocess.Popen(command, env=environ, stdin=stdin, stdout=output, stderr=output, start_new_session=True)
 
 
 class TaskProcess:
@@ -94,7 +95,8 @@ class TaskProcess:
         environ: Mapping[str, str],
         log_path: pathlib.Path,
         append: bool,
-        start: Callable[[Sequence[str], Mapping[str, str], int], Process] = spawn,
+        start: Callable[[Sequence[str], Mapping[str, str], int, int], Process] = spawn,
+        stdin: int = subprocess.DEVNULL,
     ):
         self.spec = spec
         self.log_path = log_path
@@ -108,7 +110,7 @@ class TaskProcess:
         pipe, output = os.pipe()
         self.pipe = os.fdopen(pipe, "rb", buffering=0)
         try:
-            self.process = start(command, environ, output)
+            self.process = start(command, environ, output, stdin)
         except OSError:
             self.pipe.close()
             if self.log:
@@ -155,6 +157,12 @@ class TaskProcess:
                 shown.append(line)
         self.tail = (self.tail + shown)[-_TAIL_LINES:]
         return shown
+
+    def take_prompt(self) -> bytes:
+        """Returns the line that the task has begun, if any; its remainder will be a line of its own."""
+        if prompt := to_plain(self.partial):
+            self.partial = b""
+        return prompt
 
     def _write_log(self, chunk: bytes) -> None:
         """Writes to the log until the first error: a full disk must not end a training."""
@@ -214,6 +222,11 @@ def task_environ(
     return variables if task.type != "evaluator" else {**variables, "CUDA_VISIBLE_DEVICES": ""}
 
 
+def lacks_answer(reason: str) -> bool:
+    """Returns whether a task failed because a debugger, or `input()`, got no answer, or its user ended the debugger."""
+    return bool(_NO_ANSWER.match(reason.encode()))
+
+
 @dataclasses.dataclass(frozen=True)
 class Failure:
     """The failure of a task.
@@ -271,7 +284,10 @@ def last_error_line(lines: Sequence[bytes]) -> str:
     """Returns the message of the last exception in one line; without an exception, the last error message, or an empty text.
 
     A message of several lines is represented by its first line, or by the next one with content if the first is only a heading.
+    Keras raises another exception if a debugger in a layer gets no answer; then the message is that of the debugger.
     """
+    if unanswered := [line for line in lines if _NO_ANSWER.match(line)]:
+        return _shorten(unanswered[-1])
     line_numbers = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
     if not line_numbers:
         return _shorten(next((line for line in reversed(lines) if _COMPLAINT.match(line)), b""))

@@ -6,6 +6,7 @@ import time
 from collections.abc import Callable
 
 from tfdist.errors import ConfigError
+from tfdist.launch.process import lacks_answer
 from tfdist.runtime import process_end
 
 _SAME_STEP = 3  # failures at one step, after which the step itself must be the cause
@@ -27,6 +28,8 @@ def why_final(exit_code: int, has_refusal: bool, saved: int = 0, reason: str = "
     if has_refusal:
         last = f"; the last backup was that of step {saved}" if saved else ""
         return f"no restart, because it would reject the backups again{last}"
+    if lacks_answer(reason):
+        return "it would ask for input again"
     is_faulty = exit_code == process_end.FAULTY_CONFIG or reason.startswith(_CONFIG_ERROR)
     return "an invalid command line or configuration would fail again" if is_faulty else ""
 

@@ -119,13 +119,16 @@ class WarmSpare:
                 self.close()
         return self._is_ready and self._process is not None
 
-    def start(self, command: Sequence[str], environ: Mapping[str, str], output: int) -> Process:
+    def start(
+        self, command: Sequence[str], environ: Mapping[str, str], output: int, stdin: int = subprocess.DEVNULL
+    ) -> Process:
         """Forks a task from the spare if possible; otherwise starts a new process.
 
         Args:
             command: The command.
             environ: The task's environment.
             output: The descriptor for its standard output and error.
+            stdin: The descriptor of its standard input.
 
         Raises:
             OSError: The command cannot be started.
@@ -133,11 +136,11 @@ class WarmSpare:
         if list(command) == self._command and os.getcwd() == self._here and self._look(0.0):
             names = {*environ, *self._environ}
             changes = {name: environ.get(name) for name in names if environ.get(name) != self._environ.get(name)}
-            if all(map(_OF_TASK.fullmatch, changes)) and (pid := self._fork(changes, output)):
+            if all(map(_OF_TASK.fullmatch, changes)) and (pid := self._fork(changes, output, stdin)):
                 return ForkedProcess(pid)
-        return spawn(command, environ, output)
+        return spawn(command, environ, output, stdin)
 
-    def _fork(self, changes: Mapping[str, str | None], output: int) -> int | None:
+    def _fork(self, changes: Mapping[str, str | None], output: int, stdin: int) -> int | None:
         """Returns the process id of a new task, which leads its group; None if the spare cannot start it."""
         prctl = ctypes.CDLL(None).prctl
         before = ctypes.c_int()
@@ -145,7 +148,9 @@ class WarmSpare:
         self._socket.settimeout(_FORK_SECONDS)
         prctl(_SET_SUBREAPER, 1, 0, 0, 0)  # this process becomes the parent of the task
         try:
-            socket.send_fds(self._socket, [json.dumps(changes).encode()], [output])
+            # Without the last, the task has the spare's standard input, which is empty.
+            files = [output, output] if stdin == subprocess.DEVNULL else [output, output, stdin]
+            socket.send_fds(self._socket, [json.dumps(changes).encode()], files)
             answers = {self._socket.recv(64), self._socket.recv(64)} - {b"forked"}
             return int(answers.pop())
         except (OSError, ValueError, KeyError):  # the spare has been killed, or has no memory for a fork

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import threading
+import traceback
 
-# Module and function in which a thread waits for the debugger's user: pdb and its subclasses, as IPython's; debugpy.
-_WAITS = {("pdb", "interaction"), ("pydevd", "do_wait_suspend")}
+# File and function in which a thread waits for the debugger's user: of pdb and its subclasses, as IPython's, and of debugpy.
+_WAITS = {("pdb.py", "interaction"), ("pydevd.py", "do_wait_suspend")}
 
 
 def in_debugger() -> bool:
@@ -15,9 +17,6 @@ def in_debugger() -> bool:
     debugpy stops all threads but those with the attributes `pydev_do_not_trace` and `is_pydev_daemon_thread`, so only such a
     thread can see that debugpy has stopped the main thread.
     """
-    frame = sys._current_frames().get(threading.main_thread().ident or 0)
-    while frame:
-        if (frame.f_globals.get("__name__"), frame.f_code.co_name) in _WAITS:
-            return True
-        frame = frame.f_back
-    return False
+    innermost = sys._current_frames().get(threading.main_thread().ident or 0)
+    stack = traceback.StackSummary.extract(traceback.walk_stack(innermost), lookup_lines=False) if innermost else []
+    return any((os.path.basename(frame.filename), frame.name) in _WAITS for frame in stack)

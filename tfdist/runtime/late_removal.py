@@ -12,10 +12,11 @@ import json
 import os
 import pathlib
 import shutil
+from collections.abc import Callable
 
 from tfdist.errors import ConfigError
 from tfdist.runtime import progress, storage
-from tfdist.runtime.files import read_file, write_file
+from tfdist.runtime.files import read_file, write_error_reason, write_file
 from tfdist.runtime.ownership import Ownership
 
 # Suffixes of notes by the current tasks, and by the tasks before a restart. A new training in the folder replaces the current tasks'
@@ -89,6 +90,23 @@ def noted(folder: str | os.PathLike[str]) -> list[tuple[str, list[str]]]:
     """Returns the folders that were left to the supervisor, subfolders first, each with the names of its backups."""
     notes = [path for suffix in (_NOW, _BEFORE) for path in pathlib.Path(folder).glob(f"*{suffix}")]
     return sorted((note for note in map(_read, notes) if note[0]), reverse=True)
+
+
+def remove_all_noted(folder: str | os.PathLike[str], say: Callable[[str], object]) -> None:
+    """Removes the backups of finished trainings. Tasks do not remove them, because a restart might still need them.
+
+    Args:
+        folder: The folder with the notes of the tasks.
+        say: Called with a message for each folder of backups that cannot be removed.
+    """
+    for backup_dir, names in noted(folder):
+        try:
+            remove_noted(backup_dir, names)
+        except OSError as e:
+            say(
+                f"the backups in {backup_dir} cannot be removed, though the model is saved: {write_error_reason(e)}. Remove them, or the "
+                "next training there continues from them"
+            )
 
 
 def remove_noted(backup_dir: str, names: list[str]) -> None:

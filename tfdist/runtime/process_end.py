@@ -19,12 +19,11 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NoReturn
 
-from tfdist.runtime import progress
+from tfdist.runtime import interrupts, progress
 from tfdist.runtime.log import logger
 
 PREEMPTED = 75  # the exit code after SIGTERM, once the state is saved: EX_TEMPFAIL, a request for a restart
 FAULTY_CONFIG = 2  # the exit code of an invalid command line or configuration, which a restart does not fix
-INTERRUPTED = "ended by Ctrl-C (SIGINT)"
 GRACE_SECONDS = 25.0
 
 _SHARE = 0.9  # of the grace period, after which an unfinished save is abandoned
@@ -232,18 +231,11 @@ def _restore_default_in_child() -> None:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
 
 
-def before_imports() -> None:
-    """Makes Ctrl-C end this process without a traceback of an import; for commands, until `after_imports`."""
-    if signal.getsignal(signal.SIGINT) is signal.default_int_handler:  # it is ignored under nohup
-        signal.signal(signal.SIGINT, signal.SIG_DFL)
-
-
 def after_imports() -> None:
     """Makes Ctrl-C raise KeyboardInterrupt again; for commands."""
     global _is_command
     _is_command = True
-    if signal.getsignal(signal.SIGINT) == signal.SIG_DFL:
-        signal.signal(signal.SIGINT, signal.default_int_handler)
+    interrupts.raise_again()
 
 
 def limit_interrupts() -> None:
@@ -260,7 +252,7 @@ def limit_interrupts() -> None:
 
 def interrupt_message() -> str:
     """Returns the message after Ctrl-C, with the step from which training can continue."""
-    return INTERRUPTED + progress.how_to_continue_mine()
+    return interrupts.MESSAGE + progress.how_to_continue_mine()
 
 
 def _end_interrupted() -> None:

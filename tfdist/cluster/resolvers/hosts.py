@@ -31,7 +31,7 @@ def cluster(hosts: str = "", ps_hosts: str = "", hostfile: str = "", task: str =
         ConfigError: An argument is invalid (all errors are listed), or `task` is empty and this host has no task or several.
     """
     spec = _cluster(_training_hosts(hosts, hostfile), _split(ps_hosts), ps)
-    return ClusterTask(spec, _parse_task(spec, task) if task else _task_of_this_host(spec))
+    return ClusterTask(spec, parse_task(spec, task) if task else _task_of_this_host(spec))
 
 
 class LocalTasks(NamedTuple):
@@ -81,7 +81,7 @@ def local_tasks(
         workers = [address for host in workers for address in _consecutive_ports(host, workers_per_host)]
     spec = _cluster(workers, servers)
     if task:
-        return LocalTasks(spec, list(dict.fromkeys(_parse_task(spec, text) for text in _split(task) or [task])))
+        return LocalTasks(spec, list(dict.fromkeys(parse_task(spec, text) for text in _split(task) or [task])))
     tasks_by_host: dict[str, list[TaskSpec]] = {}
     for member in spec.tasks():
         tasks_by_host.setdefault(split_address(spec.address(member))[0].lower(), []).append(member)
@@ -179,12 +179,22 @@ def _add_default_ports(hosts: Sequence[str]) -> list[str]:
     return addresses
 
 
-def _parse_task(spec: ClusterSpec, text: str) -> TaskSpec:
+def parse_task(spec: ClusterSpec, text: str, name: str = "task") -> TaskSpec:
+    """Returns the task of a cluster that a text names, such as `worker:1`.
+
+    Args:
+        spec: The cluster.
+        text: The text.
+        name: The name of the argument, for the message.
+
+    Raises:
+        ConfigError: The cluster has no such task.
+    """
     job, colon, index = text.strip().partition(":")
     task = TaskSpec(job, int(index)) if colon and index.isascii() and index.isdigit() and len(index) < 10 else None
     if task not in spec.tasks():
         tasks = ", ".join(map(str, spec.tasks()))
-        raise ConfigError(f"task must be one of {tasks}. Received: {format_value(text)}.")
+        raise ConfigError(f"{name} must be one of {tasks}. Received: {format_value(text)}.")
     return task
 
 

@@ -36,14 +36,15 @@ def _serve(plan: str) -> None:
     gc.freeze()  # otherwise each collection in a task copies the pages that it shares with the spare
     launcher.send(b"ready")
     while True:
-        request, files, _, _ = socket.recv_fds(launcher, 1 << 18, 1)
+        request, files, _, _ = socket.recv_fds(launcher, 1 << 18, 3)
         if not request:  # the launcher has ended, or needs no more tasks
             os._exit(0)
         # The parent of a task is the launcher: it adopts the task, because the process between them ends at once.
         if between := os.fork():
             os.waitpid(between, 0)
             launcher.send(b"forked")
-            os.close(files[0])
+            for descriptor in files:
+                os.close(descriptor)
             continue
         between = os.getpid()
         if os.fork() == 0:
@@ -54,9 +55,9 @@ def _serve(plan: str) -> None:
     os.setsid()
     launcher.send(str(os.getpid()).encode())
     launcher.close()
-    for number in (1, 2):
-        os.dup2(files[0], number)
-    os.close(files[0])
+    for number, descriptor in zip((1, 2, 0), files, strict=False):
+        os.dup2(descriptor, number)
+        os.close(descriptor)
     for name, value in json.loads(request).items():
         if value is None:
             os.environ.pop(name, None)
