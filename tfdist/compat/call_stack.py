@@ -6,9 +6,12 @@ Each function here adds a frame. "The caller" is the caller of the function that
 from __future__ import annotations
 
 import sys
+import types
 from typing import Any
 
 import keras
+
+from tfdist.runtime.stacks import Frame
 
 # Names of Keras' functions.
 KERAS_APPLY = "_distributed_tf_update_step"
@@ -45,6 +48,16 @@ def is_creating_keras_weight() -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def without_packages(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Returns a traceback with only the frames of the user's program, such as a callback's, without tfdist's and installed packages'."""
+    if traceback is None:
+        return None
+    inner, code = without_packages(traceback.tb_next), traceback.tb_frame.f_code
+    if not Frame(code.co_filename, traceback.tb_lineno, code.co_name).is_users:
+        return inner
+    return types.TracebackType(inner, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 def _module(frame: Any) -> str:

@@ -19,8 +19,9 @@ from tfdist.launch import live_table, process
 from tfdist.launch.process import TaskProcess
 from tfdist.runtime import process_end
 from tfdist.runtime.files import write_error_reason
+from tfdist.runtime.tensorflow_log import reports_lost_task
 
-# Seconds for which a traceback is held back: if its task fails, the launcher decides whether to print it.
+# Seconds for which a traceback, or TensorFlow's report of a lost task, is held back: if its task fails, the launcher decides whether to print it.
 _HOLD_SECONDS = 3.0
 _TRACEBACK = b"Traceback (most recent call last):"
 _REMEMBERED_WARNINGS = 1000
@@ -116,9 +117,9 @@ class LauncherOutput:
                 time.sleep(0.005)
 
     def forward(self, task: TaskProcess, last: bool = False) -> None:
-        """Prints a task's new complete lines, and holds a traceback back. Arguments as for `TaskProcess.read`."""
+        """Prints a task's new complete lines, and holds back a traceback and reports of a lost task. Arguments as for `TaskProcess.read`."""
         for line in task.read(last):
-            if task.held or line.startswith(_TRACEBACK):
+            if task.held or line.startswith(_TRACEBACK) or reports_lost_task(line):
                 task.held_since = task.held_since if task.held else time.monotonic()
                 task.held.append(line)
             elif not self._is_repeated(task, line) and not (self.is_interrupted and line.startswith(_INTERRUPTED)):
