@@ -23,7 +23,9 @@ from tfdist.runtime.tensorflow_log import reports_lost_task
 
 # Seconds for which a traceback, or TensorFlow's report of a lost task, is held back: if its task fails, the launcher decides whether to print it.
 _HOLD_SECONDS = 3.0
-_TRACEBACK = b"Traceback (most recent call last):"
+# The same for a task that has reported the loss of another one: TensorFlow's shutdown takes seconds.
+_HOLD_SECONDS_OF_LOSS = 30.0
+_TRACEBACK = (b"Traceback (most recent call last):", b"Exception ignored in: ")
 _REMEMBERED_WARNINGS = 1000
 _OWN = b"tfdist: "  # the start of the launcher's own lines
 _INTERRUPTED = _OWN + process_end.INTERRUPTED.encode()
@@ -160,7 +162,8 @@ class LauncherOutput:
 
     def release_expired(self, task: TaskProcess) -> None:
         """Prints the lines of a task that have been held back for long enough: the task has not failed."""
-        if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
+        seconds = time.monotonic() - task.held_since
+        if task.held and seconds > _HOLD_SECONDS and (seconds > _HOLD_SECONDS_OF_LOSS or not task.loss):
             self.release(task)
 
     def attempt(self, path: str | os.PathLike[str], action: Callable[..., object], *arguments: object) -> bool:

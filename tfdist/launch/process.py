@@ -166,9 +166,10 @@ class TaskProcess:
 
     @property
     def loss(self) -> progress.Loss | None:
-        """The loss of another task that this task has reported, because of which it has failed; None without a report."""
-        has_failed = (self.process.returncode or 0) > 0
-        return progress.read_loss(self._folder, self.spec.name) if self._folder and has_failed else None
+        """The loss of another task that this task has reported, because of which it fails; None without a report."""
+        code = self.process.returncode
+        may_be_cause = code is None or code > 0
+        return progress.read_loss(self._folder, self.spec.name) if self._folder and may_be_cause else None
 
     def failures_by_cause(self) -> tuple[bool, bool, float]:
         """Returns a key that sorts ended tasks, the likely cause of the other failures first.

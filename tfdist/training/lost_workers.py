@@ -235,7 +235,10 @@ def _ended(
 def _own_call(error: tf.errors.OpError) -> str:
     """Returns the outermost call of the trainer that an error came through and the user's line, as ` in evaluate at script.py:9`."""
     call = _describe_call(error).partition(",")[0]
-    frame = next((frame for frame in stacks.main_stack() if frame.is_users), None)
+    stack = [
+        stacks.Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_stack(None)
+    ]
+    frame = next((frame for frame in stack if frame.is_users), None)
     place = str(frame).removesuffix(f" in {frame.function}") if frame else ""
     return f" in {call} at {place}" if place else f" in {call}"
 
