@@ -50,6 +50,17 @@ def is_creating_keras_weight() -> bool:
     return True
 
 
+def users_place() -> str:
+    """Returns the innermost line of the user's program around the caller, as `script.py:42`; empty if there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        place = Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        if place.is_users:
+            return str(place).removesuffix(f" in {place.function}")
+        frame = frame.f_back
+    return ""
+
+
 def without_packages(traceback: types.TracebackType | None) -> types.TracebackType | None:
     """Returns a traceback with only the frames of the user's program, such as a callback's, without tfdist's and installed packages'."""
     if traceback is None:

@@ -24,7 +24,7 @@ from tfdist.collectives import calls, finished
 from tfdist.compat import call_stack, tf_cluster
 from tfdist.errors import ClusterError, DataError
 from tfdist.replicas.batch_splitting import ENDED_EARLY
-from tfdist.runtime import progress, stacks
+from tfdist.runtime import progress
 from tfdist.runtime.progress import Loss
 from tfdist.step.execution import Execution
 from tfdist.training import hangs
@@ -117,7 +117,8 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             raise
         if loss.task not in ("", str(task)):
             progress.mark_lost(task.name, loss)
-        raise ClusterError(_sentence(loss)) from progress.shown_cause(e)
+        sentence = _sentence(loss)
+        raise ClusterError(sentence) from progress.shown_cause(e)
     finally:
         done.set()
 
@@ -150,9 +151,12 @@ def _explain_loss(
     """Returns the lost worker and the message that names it, or None if all workers run. A worker that hangs reports itself."""
     if REASON_PREFIX in error.message and HANG in error.message:
         return _received(error)
-    absent = reachability.unreachable_tasks(cluster, others, serving=True)
-    if ended := {task: reason for task, reason in absent.items() if reason in reachability.ENDED}:
-        return _ended(cluster, task, ended, finished_tasks, error)
+    named = _named_targets(cluster, task, error)
+    absent = reachability.unreachable_tasks(cluster, dict.fromkeys([*named, *others]), serving=True)
+    if ended := {other: reason for other, reason in absent.items() if reason in reachability.ENDED}:
+        # Others may have ended because of the task where the error began.
+        first = [other for other in named if other in ended][:1]
+        return _ended(cluster, task, {other: ended[other] for other in first or ended}, finished_tasks, error)
     if silent.long:
         return _silence(silent)
     match = _RESTARTED.search(error.message)
@@ -176,9 +180,8 @@ def _explain_break(
     """Returns the running worker to which a connection broke and the message that names it, or None if it is unknown."""
     if not _has_broken_off(error) or (isinstance(error, tf.errors.UnavailableError) and _ABORTED not in error.message):
         return None
-    targets = [TaskSpec(kind, int(index)) for kind, index in _REMOTE.findall(error.message)]
-    # TensorFlow names first the task where the error began, then the tasks that passed the error on.
-    known = [other for other in [*silent.returned, *targets, *others] if other != task and other in cluster.tasks()]
+    targets = _named_targets(cluster, task, error)
+    known = [other for other in [*silent.returned, *targets, *others] if other != task]
     if not known or (len(others) > 1 and not silent.returned and not targets):
         return None
     other, seconds = known[0], silent.returned.get(known[0], 0.0)
@@ -190,15 +193,22 @@ def _explain_break(
     )
 
 
+def _named_targets(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpError) -> list[TaskSpec]:
+    """Returns the other tasks that TensorFlow's error names: first the one where it began, then those that passed it on."""
+    targets = [TaskSpec(kind, int(index)) for kind, index in _REMOTE.findall(error.message)]
+    return [other for other in targets if other != task and other in cluster.tasks()]
+
+
 def _received(error: tf.errors.OpError) -> Loss:
     """Returns the loss of the reason with which a worker has aborted the collectives; without a task if the reason does not name it."""
     reason = error.message.rpartition(REASON_PREFIX)[2].splitlines()[0]
     match = _LOST.search(reason)
-    return Loss(match[1] if match else "", _LOST.sub("", reason).removesuffix(f". {_REMEDY}"))
+    return Loss(match[1], reason[: match.start()]) if match else Loss("", reason)
 
 
 def _sentence(loss: Loss) -> str:
-    if loss.remedy:
+    """Returns the message for a loss, with its remedy; a received reason without a task is the whole message."""
+    if loss.remedy or not loss.task:
         return str(loss)
     return f"{loss} {_REMEDY}" if loss.cause.endswith("?") else f"{loss}. {_REMEDY}"
 
@@ -225,9 +235,8 @@ def _ended(
     """
     names = ", ".join(map(str, ended))
     if all(other in finished_tasks or finished.is_published(other) for other in ended):
-        verb, them = ("has finished its program", "it") if len(ended) == 1 else ("have finished their programs", "them")
         where = _own_call(error) if error else ""
-        return Loss(names, f"{names} {verb} (exit code 0), and {task} waits for {them}{where}", _CALL_IT)
+        return Loss(names, f"{names} has finished its program (exit code 0), and {task} waits for it{where}", _CALL_IT)
     addresses = reachability.format_tasks(cluster, ended)
     return Loss(names, f"{addresses} has ended while {task} trained with it; see its log for the cause")
 
@@ -235,11 +244,7 @@ def _ended(
 def _own_call(error: tf.errors.OpError) -> str:
     """Returns the outermost call of the trainer that an error came through and the user's line, as ` in evaluate at script.py:9`."""
     call = _describe_call(error).partition(",")[0]
-    stack = [
-        stacks.Frame(frame.f_code.co_filename, line, frame.f_code.co_name) for frame, line in traceback.walk_stack(None)
-    ]
-    frame = next((frame for frame in stack if frame.is_users), None)
-    place = str(frame).removesuffix(f" in {frame.function}") if frame else ""
+    place = call_stack.users_place()
     return f" in {call} at {place}" if place else f" in {call}"
 
 
