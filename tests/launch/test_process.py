@@ -52,6 +52,25 @@ def test_tensorflows_log_is_known(line):
     assert tensorflow_log.is_tensorflow_log(line)
 
 
+def test_tensorflows_report_of_a_lost_worker_is_known_with_its_further_lines():
+    report = b"ERROR:tensorflow:Worker /job:worker/replica:0/task:0 failed with UnavailableError():Failed copying"
+    remote = b"Additional GRPC error information from remote target /job:worker/replica:0/task:0 while calling /x:"
+    received = b':UNKNOWN:Error received from peer  {grpc_status:14, grpc_message:"Socket closed"}'
+    assert tensorflow_log.is_tensorflow_log(report)
+    for line in (remote, received):
+        assert tensorflow_log.is_tensorflow_log(line, after_log=True) and not tensorflow_log.is_tensorflow_log(line)
+
+
+def test_reports_of_lost_tasks_are_those_of_connections_and_aborts():
+    known = [
+        b"E0000 00:00:1795764456.413203   32411 base_collective_executor.cc:252] BaseCollectiveExecutor::StartAbort UNAVAILABLE: x",
+        b"E0000 00:00:1795763964.744299   28400 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE: Socket closed",
+    ]
+    assert all(map(tensorflow_log.reports_lost_task, known))
+    others = [b"E0000 00:00:1795763964.744299 28400 x.cc:1] no memory", b"the server is UNAVAILABLE"]
+    assert not any(map(tensorflow_log.reports_lost_task, others))
+
+
 @pytest.mark.parametrize("line", SHOWN)
 def test_what_is_not_surely_tensorflows_or_tells_of_a_fault_is_shown(line):
     assert not tensorflow_log.is_tensorflow_log(line)

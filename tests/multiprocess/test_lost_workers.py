@@ -1,5 +1,6 @@
 """A worker that ends alone ends the others, soon and with a sentence, where no launcher does so."""
 
+import re
 import signal
 import time
 
@@ -30,7 +31,26 @@ def test_the_others_end_and_name_it(tmp_path, lost, how):
         sentence = (
             f"tfdist.errors.ClusterError: {gone} at {roles.cluster.address(roles.cluster.training_tasks()[lost])}"
         )
-        assert sum(sentence in line for line in roles.log(left).splitlines()) == 1, roles.log(left)
+        *_, last = roles.log(left).splitlines()
+        assert last.startswith(sentence) and last.endswith("the last backup if there is one."), roles.log(left)
+        assert roles.log(left).count("Traceback (most recent call last)") == 1, (
+            "TensorFlow's traceback hides the sentence"
+        )
+        assert "trainer.fit(model, x, x[:, :1], batch_size=4," in roles.log(left), "the user needs his line"
+        assert "contextlib.py" not in roles.log(left)
+
+
+@pytest.mark.parametrize("finished", [0, pytest.param(1, marks=pytest.mark.full)])
+def test_one_that_has_finished_is_named_with_the_call_that_waits_for_it(tmp_path, finished):
+    command = fork_server.command("tests.multiprocess.lost_worker_program", str(finished), "finish")
+    with Roles(command, tmp_path / "roles", workers=2, ps=0) as roles:
+        gone, left = f"worker:{finished}", f"worker:{1 - finished}"
+        assert [roles.wait(gone, 120), roles.wait(left, 120)] == [0, 1], roles.log(left)
+        sentence = (
+            rf"tfdist\.errors\.ClusterError: {gone} has finished its program \(exit code 0\), and {left} waits for it in "
+            r"evaluate at \S*lost_worker_program\.py:\d+: call it on every worker"
+        )
+        assert re.fullmatch(sentence, roles.log(left).splitlines()[-1]), roles.log(left)
 
 
 @pytest.mark.parametrize("lost", tiers.cases([0, 1], quick=[1]))

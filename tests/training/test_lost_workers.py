@@ -10,6 +10,9 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, TaskSpec, free_ports, reachability
 from tfdist.collectives.calls import Calls
 from tfdist.errors import ClusterError
+from tfdist.runtime import progress
+from tfdist.runtime.progress import Loss
+from tfdist.training import lost_workers
 from tfdist.training.lost_workers import abort_on_lost_workers
 
 
@@ -78,6 +81,52 @@ def test_a_connection_that_breaks_between_workers_that_run_is_named(monkeypatch,
     error = pytest.raises(ClusterError, match=told) if named else pytest.raises(tf.errors.UnavailableError)
     with error, abort_on_lost_workers(cluster, cluster.chief):
         raise tf.errors.UnavailableError(None, None, message)
+
+
+def _loss_of_worker_2(monkeypatch, folder, message, ended=()):
+    """Returns the error of worker:2, and the loss that it reports to its launcher, after an error of TensorFlow."""
+    monkeypatch.setattr(reachability, "SETTLED", 0.2)
+    refused = {TaskSpec("worker", number): "connection refused" for number in ended}
+    monkeypatch.setattr(
+        reachability,
+        "unreachable_tasks",
+        lambda _, tasks, **__: {task: refused[task] for task in tasks if task in refused},
+    )
+    if folder:
+        monkeypatch.setenv(progress.FOLDER, str(folder))
+    else:
+        monkeypatch.delenv(progress.FOLDER, raising=False)
+    cluster = ClusterSpec({"worker": [f"host{number}:2222" for number in range(3)]})
+    with pytest.raises(ClusterError) as error, abort_on_lost_workers(cluster, TaskSpec("worker", 2)):
+        raise tf.errors.UnavailableError(None, None, message)
+    return error.value, progress.read_loss(folder, "worker-2") if folder else None
+
+
+def test_the_task_where_the_error_began_is_lost_and_not_one_that_ended_because_of_it(monkeypatch, tmp_path):
+    error, loss = _loss_of_worker_2(monkeypatch, tmp_path, _PASSED_ON.replace("task:2", "task:0"), ended=(0, 1))
+    assert str(error).startswith("worker:1 at host1:2222 (connection refused) has ended while worker:2 trained with it")
+    assert "worker:0" not in str(error)
+    assert loss.task == "worker:1" and f"{loss.cause}. Start all tasks again" in str(error) and not loss.remedy
+    assert error.__cause__ is not None, "the log keeps TensorFlow's error"
+
+
+@pytest.mark.parametrize("supervised", [False, True])
+def test_a_reason_that_another_worker_has_sent_names_the_lost_task(monkeypatch, tmp_path, supervised):
+    sent = "worker:1 at host1:2222 (connection refused) has ended while worker:0 trained with it; see its log for the cause"
+    message = (
+        f"Collective ops is aborted by: tfdist: {sent} (lost=worker:1)\nThe error could be from a previous operation."
+    )
+    error, loss = _loss_of_worker_2(monkeypatch, tmp_path if supervised else None, message)
+    assert str(error) == f"{sent}. {lost_workers._REMEDY}"
+    assert loss == (Loss("worker:1", sent) if supervised else None)
+    assert (error.__cause__ is not None) == supervised, "a terminal shows no chain of TensorFlow's errors"
+    assert [path.name for path in tmp_path.iterdir()] == (["lost-worker-2"] if supervised else [])
+
+
+def test_a_task_that_the_others_have_given_up_reports_no_loss(monkeypatch, tmp_path):
+    """It was stopped: not another task, but it itself is the cause."""
+    message = "Collective ops is aborted by: tfdist: worker:0 waits for worker:2 at host2:2222 (lost=worker:2)"
+    assert _loss_of_worker_2(monkeypatch, tmp_path, message)[1] is None
 
 
 def test_other_errors_are_raised_at_once_as_they_are(port, monkeypatch):

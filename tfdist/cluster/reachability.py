@@ -176,14 +176,19 @@ class SilentTasks:
             logger.warning(sentence)
             self._logged = now
 
+    @property
+    def long(self) -> list[TaskSpec]:
+        """The tasks whose silence is long enough to report."""
+        return sorted((task for task, seconds in self.seconds.items() if seconds >= REPORT_AFTER), key=str)
+
     def sentence(self) -> str:
         """Returns a warning with the silent tasks and the seconds without an answer, or an empty text."""
-        long = {task: seconds for task, seconds in self.seconds.items() if seconds >= REPORT_AFTER}
-        if not long:
+        if not (long := self.long):
             return ""
-        names = ", ".join(f"{task} at {self._cluster.address(task)}" for task in sorted(long, key=str))
+        names = ", ".join(f"{task} at {self._cluster.address(task)}" for task in long)
+        seconds = max(self.seconds[task] for task in long)
         return (
-            f"{self._task} waits for {names}: no answer for {max(long.values()):.0f} s. Is the process stopped, its host "
+            f"{self._task} waits for {names}: no answer for {seconds:.0f} s. Is the process stopped, its host "
             "overloaded, or the network down?"
         )
 

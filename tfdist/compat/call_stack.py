@@ -7,9 +7,12 @@ from __future__ import annotations
 
 import sys
 import traceback
+import types
 from typing import Any
 
 import keras
+
+from tfdist.runtime.stacks import Frame
 
 # Names of Keras' functions.
 KERAS_APPLY = "_distributed_tf_update_step"
@@ -46,6 +49,27 @@ def is_creating_keras_weight() -> bool:
             return False
         frame = frame.f_back
     return True
+
+
+def users_place() -> str:
+    """Returns the innermost line of the user's program around the caller, as `script.py:42`; empty if there is none."""
+    frame: Any = sys._getframe(1)
+    while frame is not None:
+        place = Frame(frame.f_code.co_filename, frame.f_lineno, frame.f_code.co_name)
+        if place.is_users:
+            return str(place).removesuffix(f" in {place.function}")
+        frame = frame.f_back
+    return ""
+
+
+def without_packages(traceback: types.TracebackType | None) -> types.TracebackType | None:
+    """Returns a traceback with only the frames of the user's program, such as a callback's, without tfdist's and installed packages'."""
+    if traceback is None:
+        return None
+    inner, code = without_packages(traceback.tb_next), traceback.tb_frame.f_code
+    if not Frame(code.co_filename, traceback.tb_lineno, code.co_name).is_users:
+        return inner
+    return types.TracebackType(inner, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
 
 
 def _module(frame: Any) -> str:

@@ -301,7 +301,8 @@ class Launcher:
             if self._rounds:
                 self._look_at_hosts(self._rounds)
             # After Ctrl-C tracebacks contain nothing new, and a task may take seconds to end, because its peers do not answer.
-            for task in self._running if signal.SIGINT not in self._signals else ():
+            # After a failure they are its consequences.
+            for task in self._running if not self.failure and signal.SIGINT not in self._signals else ():
                 self._output.release_expired(task)
             if any(self._is_over(task) for task in self._running):
                 self._take_ended()
@@ -378,7 +379,8 @@ class Launcher:
         if unfinished and amid_fit and (steps := progress.read(self._progress, name)):
             self._failed(task, Failure(task.spec, code, f"step {steps.done}, epoch {steps.epoch}"))
         elif unfinished or code not in (0, process_end.PREEMPTED) or (code and self._is_server(task.spec)):
-            self._failed(task, Failure(task.spec, code, last_error_line(task.held or task.tail) if code else ""))
+            reason = last_error_line(task.held or task.tail) if code else ""
+            self._failed(task, Failure(task.spec, code, reason, task.loss))
         else:
             self._ended_well(task)
 
@@ -403,7 +405,9 @@ class Launcher:
         self.lost_at = time.time()
         alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
         done, self._saved = self._steps(task)
-        lost = f"{task.spec} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
+        if failure.loss:  # its errors are consequences, too: the log has them
+            task.held = []
+        lost = f"{failure.lost} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
         final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved or 0, failure.reason)
         self._why = lost
         if not final and (size := self._other_size(failure, done)):

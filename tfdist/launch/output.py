@@ -19,10 +19,14 @@ from tfdist.launch import live_table, process
 from tfdist.launch.process import TaskProcess
 from tfdist.runtime import interrupts
 from tfdist.runtime.files import write_error_reason
+from tfdist.runtime.tensorflow_log import reports_lost_task
 
-# Seconds for which a traceback is held back: if its task fails, the launcher decides whether to print it.
+# Seconds for which a traceback, or TensorFlow's report of a lost task, is held back: if its task fails, the launcher decides whether to print it.
 _HOLD_SECONDS = 3.0
+# The same for a task that has reported the loss of another one: TensorFlow's shutdown takes seconds.
+_HOLD_SECONDS_OF_LOSS = 30.0
 _TRACEBACK = b"Traceback (most recent call last):"
+_IGNORED = b"Exception ignored in: "
 _REMEMBERED_WARNINGS = 1000
 _OWN = b"tfdist: "  # the start of the launcher's own lines
 # What tasks print after Ctrl-C outside of a traceback: tfdist, and Python if it has not yet started.
@@ -123,11 +127,12 @@ class LauncherOutput:
             self._write(b"")  # ends the prompt's line
 
     def forward(self, task: TaskProcess, last: bool = False) -> None:
-        """Prints a task's new complete lines, and holds a traceback back. Arguments as for `TaskProcess.read`."""
+        """Prints a task's new complete lines, and holds back a traceback and reports of a lost task. Arguments as for `TaskProcess.read`."""
         for line in task.read(last):
             if task is self._asking:
                 self._asking, self._is_asked = None, False
-            if task.held or line.endswith(_TRACEBACK):  # behind a prompt, if nobody answered it
+            # A traceback may stand behind a prompt, if nobody answered it.
+            if task.held or line.endswith(_TRACEBACK) or line.startswith(_IGNORED) or reports_lost_task(line):
                 task.held_since = task.held_since if task.held else time.monotonic()
                 task.held.append(line)
             elif not self._is_repeated(task, line) and not (self.is_interrupted and line.startswith(_INTERRUPTED)):
@@ -175,7 +180,8 @@ class LauncherOutput:
 
     def release_expired(self, task: TaskProcess) -> None:
         """Prints the lines of a task that have been held back for long enough: the task has not failed."""
-        if task.held and time.monotonic() - task.held_since > _HOLD_SECONDS:
+        seconds = time.monotonic() - task.held_since
+        if task.held and seconds > _HOLD_SECONDS and (seconds > _HOLD_SECONDS_OF_LOSS or not task.loss):
             self.release(task)
 
     def attempt(self, path: str | os.PathLike[str], action: Callable[..., object], *arguments: object) -> bool:

@@ -36,11 +36,6 @@ _REASON_LENGTH = 200
 _STACKS = stacks.HEADING.encode()
 # The lines that faulthandler writes.
 _STACK_LINE = re.compile(rb"(?:Current thread|Thread) 0x[0-9a-f]+|  File \"|  \.\.\.$|  <")
-# The message of `training.lost_workers`.
-_BLAMES_ANOTHER = re.compile(rb"\w:\d+ at .* has ended while \w+:\d+ trained with it")
-_LOST_ANOTHER = re.compile(
-    r"has ended while \w+:\d+ trained with it|waits for \w+:\d+ at |the connection between \w+:\d+ and "
-)
 _COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
 _PYTHON_WARNING = re.compile(rb"(?P<file>.+?):(?P<line>\d+): (?:\w+\.)*\w*Warning: ")
 _LOGGED_WARNING = re.compile(rb"WARNING:[\w.]+:|W\d{4} [\d:.]+ +\d+ \S+\.py:\d+\] (?P<text>.*)")
@@ -99,6 +94,7 @@ class TaskProcess:
         stdin: int = subprocess.DEVNULL,
     ):
         self.spec = spec
+        self._folder = environ.get(progress.FOLDER)
         self.log_path = log_path
         self.log: IO[bytes] | None = None
         self.log_fault: OSError | None = None
@@ -176,13 +172,19 @@ class TaskProcess:
                 self.log.close()
             self.log, self.log_fault = None, e
 
+    @property
+    def loss(self) -> progress.Loss | None:
+        """The loss of another task that this task has reported, because of which it fails; None without a report."""
+        code = self.process.returncode
+        may_be_cause = code is None or code > 0
+        return progress.read_loss(self._folder, self.spec.name) if self._folder and may_be_cause else None
+
     def failures_by_cause(self) -> tuple[bool, bool, float]:
         """Returns a key that sorts ended tasks, the likely cause of the other failures first.
 
         Killed tasks come first, then tasks by the time of their traceback. Tasks that report another task's end come last.
         """
-        blames = any(map(_BLAMES_ANOTHER.search, self.held or self.tail))
-        return (self.process.returncode >= 0, blames, self.held_since or float("inf"))
+        return (self.process.returncode >= 0, self.loss is not None, self.held_since or float("inf"))
 
     def signal(self, number: int) -> bool:
         """Sends a signal to the task and all processes that it has started; returns whether any of them existed."""
@@ -235,15 +237,24 @@ class Failure:
         task: The task that failed.
         exit_code: The task's exit code, or minus the number of the signal that ended it.
         reason: The last line of the task's traceback or another error message, or an empty text; for exit code 0, the step.
+        loss: The task's report that it ended because it had lost another task, or None.
     """
 
     task: TaskSpec
     exit_code: int
     reason: str
+    loss: progress.Loss | None = None
+
+    @property
+    def lost(self) -> str:
+        """The task that was lost: the one that failed, or the one that it had lost."""
+        return self.loss.task if self.loss else str(self.task)
 
     @property
     def cause(self) -> str:
         """How the task ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
+        if self.loss:
+            return str(self.loss)
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
         if not self.exit_code:
@@ -259,22 +270,24 @@ class Failure:
     @property
     def is_of_another(self) -> bool:
         """Whether the task ended because it had lost another task."""
-        return self.exit_code == 1 and bool(_LOST_ANOTHER.search(self.reason))
+        return self.loss is not None
 
     def remedy(self, saved: int | None) -> str:
-        """Returns how to continue after a process was killed or left its `fit`, or an empty text; `saved` is the last backup's step."""
+        """Returns how to continue after a process was killed, lost or left its `fit`, or an empty text; `saved` is the last backup's step."""
         if not self.exit_code and self.reason:
             return (
                 ". os._exit, or code outside of Python, has ended it. To end a training early, set model.stop_training = True in a "
                 "callback; for an error, raise one"
             )
-        if self.exit_code >= 0:
+        if self.exit_code >= 0 and (self.loss is None or self.loss.remedy):
             return ""
         again = "No backup was made" if saved == 0 else "Run the command again to continue from "
         again += "" if saved == 0 else "the chief's last backup, if there is one" if saved is None else f"step {saved}"
         return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
 
     def __str__(self) -> str:
+        if self.loss:
+            return self.cause
         if self.exit_code < 0:
             return f"{self.task} was {self.cause}"
         return f"{self.task} failed with {self.cause}"

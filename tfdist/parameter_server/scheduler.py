@@ -7,6 +7,7 @@ worker runs it again. This scheduler counts one result of each function: the fir
 from __future__ import annotations
 
 import contextlib
+import logging
 import queue
 import re
 import threading
@@ -22,7 +23,7 @@ from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
 from tfdist.parameter_server.strategy import ParameterServerStrategy
 from tfdist.parameter_server.watch import Watch
-from tfdist.runtime import stacks
+from tfdist.runtime import progress, stacks
 from tfdist.runtime.log import logger
 from tfdist.runtime.task_report import PATIENCE, TIMEOUT_SECONDS
 
@@ -57,6 +58,7 @@ class Scheduler:
         self.workers = len(self._spec.jobs["worker"])
         self.retried_steps = 0
         self._lock = threading.Lock()
+        tf.get_logger().addFilter(_is_shown)
         self._lost: set[int] = set()
         self._since: dict[int, float] = {}  # when each busy worker began its function
         self._steps: dict[
@@ -132,8 +134,9 @@ class Scheduler:
         except tf.errors.OpError as e:
             if not isinstance(e, (tf.errors.UnavailableError, tf.errors.AbortedError)) and not _is_cluster_error(e):
                 raise
+            cause = progress.shown_cause(e)
             if self._watch.lost_servers:
-                raise self._server_lost(self._watch.lost_servers) from e
+                raise self._server_lost(self._watch.lost_servers) from cause
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
             # TensorFlow may report the loss before the server's port is closed: check again for some seconds.
             ends = time.monotonic() + reachability.SETTLED
@@ -145,7 +148,7 @@ class Scheduler:
                 absent = {TaskSpec("ps", int(named[1])): "started again"}
             if not absent:
                 raise
-            raise self._server_lost(absent) from e
+            raise self._server_lost(absent) from cause
 
     def _look(self, waited: float) -> None:
         with self.explain_errors():
@@ -199,10 +202,10 @@ class Scheduler:
 
     def _server_lost(self, servers: dict[TaskSpec, str]) -> ClusterError:
         names = ", ".join(map(str, servers))
-        return ClusterError(
-            f"{names} is lost, and with it the variables it held: {reachability.format_tasks(self._spec, servers)}. Start the "
-            "training again, to resume from its last backup."
-        )
+        addresses = reachability.format_tasks(self._spec, servers)
+        loss = progress.Loss(names, f"{names} is lost, and with it the variables it held: {addresses}")
+        progress.mark_lost(self._spec.chief.name, loss)
+        return ClusterError(f"{loss}. Start the training again, to resume from its last backup.")
 
     def _mark_lost(self, worker: int) -> None:
         with self._lock:
@@ -216,6 +219,15 @@ class Scheduler:
             with self._lock:
                 self._lost.discard(worker)
             logger.info(f"worker:{worker} is back")
+
+
+def _is_shown(record: logging.LogRecord) -> bool:
+    """Returns whether to show a line of TensorFlow's log: not its report of a lost worker, which `_mark_lost` words shortly.
+
+    A supervised task's log keeps the report.
+    """
+    is_loss = isinstance(record.msg, str) and record.msg.startswith("Worker %s failed with")
+    return not is_loss or progress.is_supervised() or logger.isEnabledFor(logging.DEBUG)
 
 
 def _is_cluster_error(error: Exception) -> bool:

@@ -17,7 +17,7 @@ from typing import NoReturn
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability
-from tfdist.runtime import process_end, stacks
+from tfdist.runtime import process_end, progress, stacks
 from tfdist.runtime.log import logger
 from tfdist.runtime.process_end import GRACE_SECONDS, Preemption
 
@@ -80,9 +80,18 @@ def serve(
     code = read_exit_code(cluster, task)
     if code is None:
         code = process_end.PREEMPTED if preemption.requested else 1
-        logger.warning(
-            f"{task} ends with exit code {code}: the chief has ended without sending its exit code; see its log"
+        address = cluster.address(cluster.chief)
+        cause = (
+            f"{cluster.chief} at {address} has ended without sending its exit code to {task}; see its log for the cause"
         )
+        if code == 1:
+            progress.mark_lost(task.name, progress.Loss(str(cluster.chief), cause))
+        if not (
+            preemption.requested and progress.is_supervised()
+        ):  # else the supervisor has reported why it ends all tasks
+            logger.warning(
+                f"{task} ends with exit code {code}: the chief has ended without sending its exit code; see its log"
+            )
     else:
         logger.info(f"{task} ends with exit code {code}, like the chief")
     del server

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import logging
 import numbers
 import os
 import pathlib
@@ -36,6 +37,7 @@ _OF_ALL = (_RESTARTS, _STRATEGY, _LOST, _REFUSAL, _BACKED_UP, _FILES)
 _EVALUATOR = "evaluator-"  # prefix of the names of tasks that do not train
 _FINISHED = "finished-"
 _TRAINING = "training-"
+_LOST_TASK = "lost-"
 _BACKUP = "backup-"  # prefix of the files that stand for folders with backups
 REUSED = ".reused"  # suffix: this run has removed the folder's backups, and may run another training in it
 _NUMBERS = 40  # bytes of a file of numbers; it is overwritten in place, so that a full disk keeps the previous numbers
@@ -62,6 +64,23 @@ class Steps(NamedTuple):
     epochs: int = 0
     total: int = 0
     activity: str = ""
+
+
+class Loss(NamedTuple):
+    """The report of a task that ends because of another task.
+
+    Attributes:
+        task: The other task, such as `worker:1`; several are separated by commas.
+        cause: The sentence that names it, without a full stop and a remedy.
+        remedy: The remedy, or an empty text if it is another start of all tasks.
+    """
+
+    task: str
+    cause: str
+    remedy: str = ""
+
+    def __str__(self) -> str:
+        return f"{self.cause}: {self.remedy}" if self.remedy else self.cause
 
 
 class Progress:
@@ -149,6 +168,24 @@ def mark_backed_up() -> None:
 def mark_refusal() -> None:
     """Marks that this task ends because its backups cannot be used, also after a restart; does nothing without a supervisor."""
     _mark(_REFUSAL)
+
+
+def mark_lost(name: str, loss: Loss) -> None:
+    """Marks that a task, such as `worker-0`, ends because of another task; does nothing without a supervisor.
+
+    The supervisor then reports the other task, and does not show the errors of this one: its log has them.
+    """
+    if folder := _folder():
+        with _warning_once():
+            pathlib.Path(folder, f"{_LOST_TASK}{name}").write_bytes("\n".join(loss).encode())
+
+
+def shown_cause(error: BaseException) -> BaseException | None:
+    """Returns the cause for `raise ... from`: `error`, or None where its traceback would hide the clear message from the user.
+
+    The log of a supervised task keeps the traceback. Without a supervisor, the level DEBUG of the logger "tfdist" shows it.
+    """
+    return error if is_supervised() or logger.isEnabledFor(logging.DEBUG) else None
 
 
 def _mark(name: str) -> None:
@@ -296,6 +333,14 @@ def is_training(folder: str | os.PathLike[str], name: str) -> bool:
     return pathlib.Path(folder, f"{_TRAINING}{name}").exists()
 
 
+def read_loss(folder: str | os.PathLike[str], name: str) -> Loss | None:
+    """Returns the loss of another task because of which a task ends, or None if it has not reported any."""
+    try:
+        return Loss(*read_file(pathlib.Path(folder, f"{_LOST_TASK}{name}")).decode(errors="replace").split("\n"))
+    except (OSError, TypeError):
+        return None
+
+
 def has_refusal(folder: str | os.PathLike[str]) -> bool:
     """Returns whether any task has rejected its backups."""
     return pathlib.Path(folder, _REFUSAL).exists()
@@ -358,7 +403,8 @@ def _read_all(folder: str | os.PathLike[str]) -> list[Steps]:
     names = [
         path.name
         for path in pathlib.Path(folder).iterdir()
-        if path.name not in _OF_ALL and not path.name.startswith((_EVALUATOR, _BACKUP, _TRAINING, _FINISHED))
+        if path.name not in _OF_ALL
+        and not path.name.startswith((_EVALUATOR, _BACKUP, _TRAINING, _FINISHED, _LOST_TASK))
     ]
     return [read(folder, name) or Steps(0, 0) for name in names]
 

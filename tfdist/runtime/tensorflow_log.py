@@ -32,6 +32,10 @@ _NOTICE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
     rb"|To enable the following instructions: .*, rebuild TensorFlow with the appropriate compiler flags\.$"
 )
+# TensorFlow's reports of a lost task: before the task reports the loss itself.
+_LOST_CONNECTION = re.compile(rb"\b(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED)\b")
+_LOST_WORKER = re.compile(rb"ERROR:tensorflow:Worker /job:worker/replica:\d+/task:\d+ failed with ")
+_REMOTE_TASK = re.compile(rb"Additional GRPC error information from remote target |:UNKNOWN:Error received from peer ")
 _LISTED_TASK = re.compile(rb"/job:\w+/replica:\d+/task:\d+$")  # C++ messages list tasks, one per line
 
 _is_set_here = False
@@ -58,7 +62,15 @@ def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
     if match := CXX_LINE.match(line):
         level = match["absl"] or match["tsl"]
         return level == b"I" or (level != b"F" and bool(_HARMLESS.search(match["text"])))
-    return bool(_NOTICE.match(line) or (after_log and _LISTED_TASK.match(line)))
+    if _NOTICE.match(line) or _LOST_WORKER.match(line):
+        return True
+    return after_log and bool(_LISTED_TASK.match(line) or _REMOTE_TASK.match(line))
+
+
+def reports_lost_task(line: bytes) -> bool:
+    """Returns whether a line of TensorFlow's C++ log reports that another task cannot be reached, or that its collectives are aborted."""
+    match = CXX_LINE.match(line)
+    return match is not None and bool(_LOST_CONNECTION.search(match["text"]))
 
 
 @contextlib.contextmanager

@@ -14,10 +14,10 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Structure
-from tfdist.cluster import ClusterSpec, connection_timeout, preflight, task_versions
+from tfdist.cluster import ClusterSpec, TaskSpec, connection_timeout, preflight, task_versions
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import ClusterTask
-from tfdist.collectives import hardware, transport_choice
+from tfdist.collectives import finished, hardware, transport_choice
 from tfdist.collectives.communicator import cross_process_communicator
 from tfdist.compat import call_stack, keras_internals, tf_cluster, tf_internals, tf_strategies
 from tfdist.config import StrategyConfig
@@ -178,17 +178,19 @@ def multi_worker_mirrored(
         strategy.transport, strategy.transport_reason = choice.name, choice.reason
     if resolver:
         atexit.unregister(_exit_barrier)  # registered by an earlier strategy
-        atexit.register(_exit_barrier)
+        atexit.register(_exit_barrier, task)
     return strategy
 
 
-def _exit_barrier() -> None:
+def _exit_barrier(task: TaskSpec) -> None:
     """Waits a limited time for the other tasks before this task exits successfully.
 
     A task returns from a collective once it has received its data. Its peers may still be reading from it, and would
-    fail ("Socket closed") when its process exits.
+    fail ("Socket closed") when its process exits. The peers can also read that this task has finished.
     """
     if not process_end.expected_exit_code():
+        if not process_end.amid_training:
+            finished.publish(task)
         with contextlib.suppress(tf.errors.OpError):  # other tasks may have exited long ago
             in_training = process_end.amid_training
             tf_cluster.wait_at_barrier("tfdist/end", _EXIT_BARRIER_IN_TRAINING_MS if in_training else _EXIT_BARRIER_MS)

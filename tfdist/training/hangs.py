@@ -59,7 +59,7 @@ class Verdict:
     """The end of a job.
 
     Attributes:
-        message: The error message of all tasks.
+        message: The error message of all tasks, without the remedy.
         named: The tasks that the others wait for.
     """
 
@@ -100,7 +100,7 @@ def verdict(
         what = "; ".join(f"{task} {awaited[task].describe()}" for task in named)
         return Verdict(
             f"{what}; {asker}{HANG}{own.waited:.0f} s for it in {_where(own)}. {overruns[named[0]]}. If this work is only slow, raise "
-            f"Trainer(timeout_seconds={timeout_seconds:g}), or use tfdist.slow. {_REMEDY}",
+            f"Trainer(timeout_seconds={timeout_seconds:g}), or use tfdist.slow",
             named,
         )
     if not _is_confirmed(reports, before):
@@ -115,7 +115,7 @@ def verdict(
         last = max((report.steps, report.exchanges) for report in reports.values())
         named = [task for task, report in reports.items() if (report.steps, report.exchanges) < last]
     return Verdict(
-        f"{what}: a deadlock, in which {asker}{HANG}{own.waited:.0f} s. All tasks must make the same calls in the same order. {_REMEDY}",
+        f"{what}: a deadlock, in which {asker}{HANG}{own.waited:.0f} s. All tasks must make the same calls in the same order",
         named,
     )
 
@@ -176,6 +176,8 @@ class HangWatch:
         """Starts the thread."""
         self._phases.watched = True
         thread = threading.Thread(target=self._run, daemon=True, name="tfdist-hangs")
+        # debugpy stops all threads but those with these attributes, and this one reports that the main thread is stopped.
+        vars(thread).update(pydev_do_not_trace=True, is_pydev_daemon_thread=True)
         thread.start()
 
         def stop() -> None:  # before TensorFlow's shutdown
@@ -244,10 +246,14 @@ class HangWatch:
     def _end(self, verdict: Verdict) -> None:
         """Aborts this task's collectives. If the task is named and has not ended after 10 s, ends its process."""
         stacks.dump(verdict.message)
-        calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{verdict.message}")
-        if self._task in verdict.named:
+        is_named = self._task in verdict.named
+        ending = (
+            f". {_REMEDY}" if is_named else f" (lost={', '.join(verdict.named)})"
+        )  # read by the watch for lost tasks
+        calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{verdict.message}{ending}")
+        if is_named:
             if not self._phases.now.is_wait:
-                logger.error(verdict.message)
+                logger.error(f"{verdict.message}{ending}")
             if not self._over.wait(_END_AFTER):
                 process_end.end(1)
         self._over.set()

@@ -14,12 +14,14 @@ import tensorflow as tf
 
 from tfdist.aliases import Data, Function, Logs, Structure
 from tfdist.backup.callback import BackupAndRestore
-from tfdist.compat import unsupported
+from tfdist.compat import call_stack, unsupported
 from tfdist.data import python_items, worker_rows
 from tfdist.engine import Engine
+from tfdist.errors import ClusterError
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard, compression_report
 from tfdist.monitoring.slow_tasks import SlowTasks
+from tfdist.runtime import progress
 from tfdist.runtime.log import logger
 from tfdist.runtime.phase import phase
 from tfdist.runtime.progress import Progress
@@ -45,11 +47,16 @@ def run(context: LoopContext, name: str, method: Method, model: keras.Model, arg
     ConfigError if the workers' arguments differ, or if the strategy cannot use the data.
     """
     arguments = input_data.bind_arguments(method, model, args, kwargs)
-    if name in LOOPS:
-        with phase("call", name):
-            return LOOPS[name](context, model, arguments)
-    with context.stepping(model):
-        return _PLAIN[name](context.engine, model, **arguments)
+    try:
+        if name in LOOPS:
+            with phase("call", name):
+                return LOOPS[name](context, model, arguments)
+        with context.stepping(model):
+            return _PLAIN[name](context.engine, model, **arguments)
+    except ClusterError as e:
+        if progress.shown_cause(e):
+            raise
+        raise e.with_traceback(call_stack.without_packages(e.__traceback__))  # noqa: B904 (the same error)
 
 
 def run_plain(engine: Engine, name: str, method: Method, model: keras.Model, args: Any, kwargs: Any) -> Any:

@@ -11,16 +11,17 @@ import contextlib
 import re
 import threading
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Sequence, Set
 
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, reachability
-from tfdist.collectives import calls
+from tfdist.collectives import calls, finished
 from tfdist.compat import call_stack, tf_cluster
 from tfdist.errors import ClusterError, DataError
 from tfdist.replicas.batch_splitting import ENDED_EARLY
-from tfdist.runtime import phase
+from tfdist.runtime import phase, progress
+from tfdist.runtime.progress import Loss
 from tfdist.training import hangs
 from tfdist.training.hangs import HANG, REASON_PREFIX
 
@@ -32,6 +33,9 @@ _RESTARTED = re.compile(
     r"/job:(\w+)/(?:replica:\d+/)?task:(\d+) unexpectedly tried to connect with a different incarnation"
 )
 _CHIEF_RESTARTED = ("The service might have restarted", "the server has restarted")
+_CALL_IT = "call it on every worker"
+# How the reason of an abort ends, so that the workers that receive it know the lost task.
+_LOST = re.compile(r" \(lost=([\w:, ]+)\)$")
 _ABORTED = "Collective ops is aborted by"
 _REMOTE = re.compile(r"remote target /job:(\w+)/(?:replica:\d+/)?task:(\d+)")
 _MISMATCH = re.compile(r"Collective instance \d+ expected|Shape mismatch in the collective instance")
@@ -51,6 +55,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
     chief, *workers = cluster.training_tasks()
     others = workers if task == chief else [chief]
     done, silent = threading.Event(), reachability.SilentTasks(cluster, task)
+    finished_tasks: set[TaskSpec] = set()
 
     def watch() -> None:
         before: set[TaskSpec] = set()
@@ -60,16 +65,18 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
                 if not done.is_set():
                     calls.abort_collectives(tf.errors.ABORTED, f"{REASON_PREFIX}{DataError.__name__}: {data_error}")
                 return
+            if task != chief and finished.is_published(chief):  # read it in time: the chief holds the texts
+                finished_tasks.add(chief)
             absent = reachability.unreachable_tasks(cluster, others, serving=True)
             ended = {task: reason for task, reason in absent.items() if reason in reachability.ENDED}
             silent.note(absent.keys() - ended.keys())
-            lost = ""
+            loss = None
             if before & ended.keys():  # seen in two checks: a single failed check may be a brief network problem
-                lost = _ended_sentence(cluster, task, ended)
+                loss = _ended(cluster, task, ended, finished_tasks)
             elif max(silent.seconds.values(), default=0.0) >= (_SILENT_AFTER if hangs.is_late() else LOST_AFTER):
-                lost = f"{silent.sentence()} {_REMEDY}"
-            if lost and not done.is_set():
-                calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{lost}")
+                loss = _silence(silent)
+            if loss and not done.is_set():
+                calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{loss} (lost={loss.task})")
                 return
             before = set(ended)
 
@@ -83,14 +90,20 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
         _publish_data_error(error)
         raise error from e
     except tf.errors.OpError as e:
-        sentence = _explain_mismatch(cluster, task, e) or _explain_loss(cluster, task, others, silent, e)
+        if sentence := _explain_mismatch(cluster, task, e):
+            raise ClusterError(sentence) from progress.shown_cause(e)
+        loss = _explain_loss(cluster, task, others, silent, finished_tasks, e)
         ends = time.monotonic() + reachability.SETTLED
-        while not sentence and _has_broken_off(e) and time.monotonic() < ends:
+        while not loss and _has_broken_off(e) and time.monotonic() < ends:
             time.sleep(0.2)
-            sentence = _explain_loss(cluster, task, others, silent, e)
-        if sentence := sentence or _explain_break(cluster, task, others, silent, e):
-            raise ClusterError(sentence) from e
-        raise
+            loss = _explain_loss(cluster, task, others, silent, finished_tasks, e)
+        loss = loss or _explain_break(cluster, task, others, silent, e)
+        if not loss:
+            raise
+        if loss.task not in ("", str(task)):
+            progress.mark_lost(task.name, loss)
+        sentence = _sentence(loss)
+        raise ClusterError(sentence) from progress.shown_cause(e)
     finally:
         done.set()
 
@@ -117,22 +130,29 @@ def _explain_loss(
     task: TaskSpec,
     others: Sequence[TaskSpec],
     silent: reachability.SilentTasks,
+    finished_tasks: Set[TaskSpec],
     error: tf.errors.OpError,
-) -> str:
-    """Returns a message that names the lost worker, or an empty text if all workers run."""
+) -> Loss | None:
+    """Returns the lost worker and the message that names it, or None if all workers run. A worker that hangs reports itself."""
     if REASON_PREFIX in error.message and HANG in error.message:
-        return error.message.rpartition(REASON_PREFIX)[2].splitlines()[0]
-    absent = reachability.unreachable_tasks(cluster, others, serving=True)
-    if ended := {task: reason for task, reason in absent.items() if reason in reachability.ENDED}:
-        return _ended_sentence(cluster, task, ended)
-    if sentence := silent.sentence():
-        return f"{sentence} {_REMEDY}"
+        return _received(error)
+    named = _named_targets(cluster, task, error)
+    absent = reachability.unreachable_tasks(cluster, dict.fromkeys([*named, *others]), serving=True)
+    if ended := {other: reason for other, reason in absent.items() if reason in reachability.ENDED}:
+        # Others may have ended because of the task where the error began.
+        first = [other for other in named if other in ended][:1]
+        return _ended(cluster, task, {other: ended[other] for other in first or ended}, finished_tasks, error)
+    if silent.long:
+        return _silence(silent)
     match = _RESTARTED.search(error.message)
     if match or any(text in error.message for text in _CHIEF_RESTARTED):
         restarted = TaskSpec(match[1], int(match[2])) if match else cluster.chief
-        return f"{restarted} at {cluster.address(restarted)} was restarted alone and cannot join the tasks that train. {_REMEDY}"
+        return Loss(
+            str(restarted),
+            f"{restarted} at {cluster.address(restarted)} was restarted alone and cannot join the tasks that train",
+        )
     # Another worker, which checks more tasks, has sent the reason.
-    return error.message.rpartition(REASON_PREFIX)[2].splitlines()[0] if REASON_PREFIX in error.message else ""
+    return _received(error) if REASON_PREFIX in error.message else None
 
 
 def _explain_break(
@@ -141,26 +161,76 @@ def _explain_break(
     others: Sequence[TaskSpec],
     silent: reachability.SilentTasks,
     error: tf.errors.OpError,
-) -> str:
-    """Returns a message that names the running worker to which a connection broke, or an empty text if unknown."""
+) -> Loss | None:
+    """Returns the running worker to which a connection broke and the message that names it, or None if it is unknown."""
     if not _has_broken_off(error) or (isinstance(error, tf.errors.UnavailableError) and _ABORTED not in error.message):
-        return ""
-    targets = [TaskSpec(kind, int(index)) for kind, index in _REMOTE.findall(error.message)]
-    # TensorFlow names first the task where the error began, then the tasks that passed the error on.
-    known = [other for other in [*silent.returned, *targets, *others] if other != task and other in cluster.tasks()]
+        return None
+    targets = _named_targets(cluster, task, error)
+    known = [other for other in [*silent.returned, *targets, *others] if other != task]
     if not known or (len(others) > 1 and not silent.returned and not targets):
-        return ""
+        return None
     other, seconds = known[0], silent.returned.get(known[0], 0.0)
     outage = f" after {seconds:.0f} s without an answer" if seconds else ""
-    return (
+    return Loss(
+        str(other),
         f"the connection between {task} and {other} at {cluster.address(other)} broke{outage}. TensorFlow cannot restore it during "
-        f"training: check the network between their hosts. {_REMEDY}"
+        "training: check the network between their hosts",
     )
 
 
-def _ended_sentence(cluster: ClusterSpec, task: TaskSpec, ended: dict[TaskSpec, str]) -> str:
-    names = reachability.format_tasks(cluster, ended)
-    return f"{names} has ended while {task} trained with it; see its log for the cause. {_REMEDY}"
+def _named_targets(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpError) -> list[TaskSpec]:
+    """Returns the other tasks that TensorFlow's error names: first the one where it began, then those that passed it on."""
+    targets = [TaskSpec(kind, int(index)) for kind, index in _REMOTE.findall(error.message)]
+    return [other for other in targets if other != task and other in cluster.tasks()]
+
+
+def _received(error: tf.errors.OpError) -> Loss:
+    """Returns the loss of the reason with which a worker has aborted the collectives; without a task if the reason does not name it."""
+    reason = error.message.rpartition(REASON_PREFIX)[2].splitlines()[0]
+    match = _LOST.search(reason)
+    return Loss(match[1], reason[: match.start()]) if match else Loss("", reason)
+
+
+def _sentence(loss: Loss) -> str:
+    """Returns the message for a loss, with its remedy; a received reason without a task is the whole message."""
+    if loss.remedy or not loss.task:
+        return str(loss)
+    return f"{loss} {_REMEDY}" if loss.cause.endswith("?") else f"{loss}. {_REMEDY}"
+
+
+def _silence(silent: reachability.SilentTasks) -> Loss:
+    return Loss(", ".join(map(str, silent.long)), silent.sentence())
+
+
+def _ended(
+    cluster: ClusterSpec,
+    task: TaskSpec,
+    ended: dict[TaskSpec, str],
+    finished_tasks: Set[TaskSpec],
+    error: tf.errors.OpError | None = None,
+) -> Loss:
+    """Returns the loss of tasks that have ended: by a failure, or because their programs need no other task any more.
+
+    Args:
+        cluster: The cluster.
+        task: This process's task.
+        ended: The tasks that have ended, with the reasons why they cannot be reached.
+        finished_tasks: The tasks that are known to have finished.
+        error: The error that the loss has caused in the main thread. None in another thread.
+    """
+    names = ", ".join(map(str, ended))
+    if all(other in finished_tasks or finished.is_published(other) for other in ended):
+        where = _own_call(error) if error else ""
+        return Loss(names, f"{names} has finished its program (exit code 0), and {task} waits for it{where}", _CALL_IT)
+    addresses = reachability.format_tasks(cluster, ended)
+    return Loss(names, f"{addresses} has ended while {task} trained with it; see its log for the cause")
+
+
+def _own_call(error: tf.errors.OpError) -> str:
+    """Returns the outermost call of the trainer that an error came through and the user's line, as ` in evaluate at script.py:9`."""
+    call = _describe_call(error).partition(",")[0]
+    place = call_stack.users_place()
+    return f" in {call} at {place}" if place else f" in {call}"
 
 
 def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpError) -> str:

@@ -24,7 +24,16 @@ ERRORS = {
     "WriteError",
     "FloatingPointError",
 }
-SAYING = {*ERRORS, "FileExistsError", "TypeError", "ValueError", "RuntimeError", "already_started_error", "check"}
+SAYING = {
+    *ERRORS,
+    "FileExistsError",
+    "TypeError",
+    "ValueError",
+    "RuntimeError",
+    "already_started_error",
+    "check",
+    "Loss",
+}
 SAYING |= {"warn", "say", "info", "warning", "error", "log", "notify_once"}  # the last five: of a logger
 # Functions that yield or return sentences which others raise or log.
 _SENTENCES = re.compile(
