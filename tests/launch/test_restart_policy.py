@@ -70,7 +70,7 @@ def test_tasks_tell_how_far_they_are(tmp_path, monkeypatch):
     mine = progress.Progress("worker-0")
     assert progress.read(tmp_path, "worker-0") is None
     mine.write(5)
-    assert progress.read(tmp_path, "worker-0") == (5, 0, 0, 0, 0)
+    assert progress.read(tmp_path, "worker-0") == progress.Steps(done=5, saved=0)
     mine.write(saved=3)
     assert progress.read(tmp_path, "worker-0") == progress.Steps(done=5, saved=3)
     assert progress.read_metrics(tmp_path, "worker-0") == {}

@@ -16,7 +16,7 @@ from tfdist.training import hangs, lost_workers
 how, limit = sys.argv[1], float(sys.argv[2])
 if how != "real":
     hangs.timing = hangs.Timing(look_every=0.1, report_every=0.5, warn_after=1.0)
-    lost_workers.LOST_AFTER = 5.0
+    lost_workers.LOST_AFTER = 6.0
 trainer = tfdist.Trainer("multi_worker_mirrored", timeout_seconds=limit, **harness.transport())
 
 import keras  # noqa: E402 (the strategy comes first)

@@ -27,9 +27,9 @@ class Loop(keras.layers.Layer):
 
 
 def load_batch(x):
-    if how == "map" and x[0] == 32:
+    if how in ("map", "slow") and x[0] == 32:
         print("it happens", flush=True)
-        time.sleep(600)
+        time.sleep(3 if how == "slow" else 600)
     return x
 
 

@@ -98,10 +98,41 @@ def test_a_healthy_job_is_warned_about_and_lives(tmp_path, monkeypatch, transpor
     assert not [each for each in found if each[0] in ("batch", "execution")], "nobody waits for another task"
 
 
+def by_mpi(how, limit):
+    """Runs the program by mpirun; returns the exit code and the output of all ranks."""
+    command = [*harness.MPIRUN, "-np", "2", sys.executable, "-m", "tests.multiprocess.hang_program", how, str(limit)]
+    done = subprocess.run(
+        command, env=harness.mpi_environ("mpi"), cwd=harness.ROOT, capture_output=True, text=True, timeout=300
+    )
+    return done.returncode, done.stdout + done.stderr
+
+
+@pytest.mark.full
+def test_a_healthy_job_lives_over_mpi():
+    code, output = by_mpi("healthy", 60)
+    assert code == 0, output
+    assert re.search(r"worker:0 has waited \d+ s for worker:1, which waits for its data at ", output)
+
+
+@pytest.mark.full
+def test_a_callback_that_does_nothing_ends_over_mpi():
+    code, output = by_mpi("callback", LIMIT)
+    assert code != 0
+    assert re.search(rf"ClusterError: worker:1 is at {PROGRAM}:\d+ in sleep; worker:0 has waited \d+ s for it", output)
+
+
+def test_slow_data_of_the_chief_of_servers_are_warned_about(tmp_path):
+    command = fork_server.command("tests.multiprocess.ps_hang_program", "slow", "60")
+    with Roles(command, tmp_path / "roles", workers=1, ps=1) as roles:
+        assert [roles.wait(task, 150) for task in roles.processes] == [0, 0, 0], roles.log("chief:0")
+        warned = r"chief:0 waits for its data at tests/multiprocess/ps_hang_program.py:\d+ in load_batch, for \d s now; the job"
+        assert re.search(warned, roles.log("chief:0"))
+
+
 @contextlib.contextmanager
 def busy_processes(per_core):
     """Keeps all cores busy."""
-    command = ["nice", "-n", "0", sys.executable, "-c", "while True: pass"]
+    command = ["nice", sys.executable, "-c", "while True: pass"]
     processes = [subprocess.Popen(command) for _ in range(per_core * len(os.sched_getaffinity(0)))]
     try:
         yield

@@ -138,9 +138,8 @@ class Launcher:
         """Starts all tasks and waits until all have ended.
 
         Returns:
-            0 if all tasks succeeded; 75 if tasks saved after SIGTERM and need a restart; else the first failure's exit
-            code, or 128 + the number of the signal that ended the task or the launcher. With parameter servers the job
-            ends with the chief, because servers never end by themselves.
+            0 if all tasks succeeded; 75 if tasks saved after SIGTERM and need a restart; else the first failure's exit code, or 128 +
+            the number of the signal that ended the task or the launcher. With parameter servers the job ends with the chief.
         """
         self._log_dir.mkdir(parents=True, exist_ok=True)
         self._appends = not self._output.attempt(self._log_dir, set_logs_aside, self._log_dir, self._here)

@@ -167,11 +167,6 @@ class HangWatch:
         self._warned = (phases.now, 0.0)  # the wait that the last warning was about, and its seconds
         self._over = threading.Event()
 
-    @property
-    def is_late(self) -> bool:
-        """Returns whether this task has waited for long."""
-        return self._phases.waited() > self._phases.long_wait(timing.warn_after)
-
     def start(self) -> None:
         """Starts the thread."""
         self._phases.watched = True
@@ -233,8 +228,9 @@ class HangWatch:
         if self._phases.now is not wait:  # the wait has ended meanwhile
             return
         if found:
-            with contextlib.suppress(tf.errors.OpError):  # another task may have been first
+            with contextlib.suppress(tf.errors.OpError):  # another task may have been first: its verdict counts
                 tf_cluster.publish(_VERDICT, json.dumps(dataclasses.asdict(found)))
+                self._end(found)
             return
         warned, seconds = self._warned
         if warned is wait and reports[self._task].waited < 2 * seconds:
@@ -264,8 +260,3 @@ def start_watch(cluster: ClusterSpec, task: TaskSpec, timeout_seconds: float | N
     if _watch is None:
         _watch = HangWatch(cluster, task, timeout_seconds)
         _watch.start()
-
-
-def is_late() -> bool:
-    """Returns whether this task has waited for long."""
-    return _watch is not None and _watch.is_late

@@ -22,12 +22,10 @@ from tfdist.errors import ClusterError, DataError
 from tfdist.replicas.batch_splitting import ENDED_EARLY
 from tfdist.runtime import phase, progress
 from tfdist.runtime.progress import Loss
-from tfdist.training import hangs
 from tfdist.training.hangs import HANG, REASON_PREFIX
 
 _CHECK_EVERY = 1.0  # seconds
 LOST_AFTER = 60.0  # seconds without an answer after which a worker counts as lost: sooner than TensorFlow's heartbeats, with a clearer message
-_SILENT_AFTER = 3.0  # seconds without an answer, if this task also waits for longer than the limit of waits
 _REMEDY = "Start all tasks again, to continue from the last backup if there is one."
 _RESTARTED = re.compile(
     r"/job:(\w+)/(?:replica:\d+/)?task:(\d+) unexpectedly tried to connect with a different incarnation"
@@ -73,7 +71,7 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
             loss = None
             if before & ended.keys():  # seen in two checks: a single failed check may be a brief network problem
                 loss = _ended(cluster, task, ended, finished_tasks)
-            elif max(silent.seconds.values(), default=0.0) >= (_SILENT_AFTER if hangs.is_late() else LOST_AFTER):
+            elif max(silent.seconds.values(), default=0.0) >= LOST_AFTER:
                 loss = _silence(silent)
             if loss and not done.is_set():
                 calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{loss} (lost={loss.task})")
