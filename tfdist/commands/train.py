@@ -411,26 +411,20 @@ def train(
         best = os.path.join(exports, "best")
         callbacks.append(export_best.ExportBest(best, config.export.best, config.export.mode))
     callbacks += configured.build_callbacks(config, trainer.is_chief, (workdir, str(logs)) if is_url else ("", ""))
-    callbacks.append(first := task_checks.FirstStep())
-    elements: dict[str, Any] = {}
 
     def train_data(context: Any) -> Any:
-        data = task_checks.checked_data(config.task, "train_data", task.train_data(context, batch_size, config.seed))
-        elements["train_data"] = data.element_spec
-        return data
+        return task_checks.checked_data(config.task, "train_data", task.train_data(context, batch_size, config.seed))
 
     eval_data = task_checks.checked_data(config.task, "eval_data", task.eval_data(batch_size), is_validation=True)
-    elements["eval_data"] = getattr(eval_data, "element_spec", None)
-    with task_checks.explaining_first_step(config.task, model, first, elements):
-        history = trainer.fit(
-            model,
-            train_data,
-            validation_data=eval_data,
-            validation_freq=config.validation_freq,
-            epochs=config.epochs,
-            steps_per_epoch=steps,
-            callbacks=callbacks,
-        )
+    history = trainer.fit(
+        model,
+        train_data,
+        validation_data=eval_data,
+        validation_freq=config.validation_freq,
+        epochs=config.epochs,
+        steps_per_epoch=steps,
+        callbacks=callbacks,
+    )
     with phase("saving"):
         if is_url and trainer.is_chief:
             mirror.check_owner(workdir, "workdir")

@@ -194,5 +194,5 @@ def build_model(
         model = task_checks.checked_model(config.task, task.build_model())
         task_arguments = task_checks.checked_compile_arguments(config.task, model, task.compile_arguments())
         arguments = {"jit_compile": config.jit_compile, "steps_per_execution": config.steps_per_execution}
-        task_checks.compile_model(config.task, model, {"optimizer": optimizer(), **arguments, **task_arguments})
+        model.compile(**{"optimizer": optimizer(), **arguments, **task_arguments})
     return model
