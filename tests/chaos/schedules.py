@@ -6,12 +6,14 @@ import dataclasses
 import math
 import random
 
+from tools.chaos import LAUNCHER
+
 KINDS = ("multi_worker_mirrored", "parameter_server")
 PHASES = ("before", "between", "tracing", "training", "saving", "validation", "end")
 FAULTS = ("kill", "stop", "unplug", "slow", "full", "steal")
 TASKS = {KINDS[0]: ("worker:0", "worker:1"), KINDS[1]: ("chief:0", "worker:0", "worker:1", "ps:0")}
 FOLDERS = ("backup", "tmp", "logs")
-LAUNCHER, LINK = "launcher", "link"
+LINK = "link"
 # Every fault at every phase of every kind of cluster. Their numbers have no common divisor, so that those of a seed differ.
 GRID = len(KINDS) * len(FAULTS) * len(PHASES)
 # At how many times of a phase its fault may happen, at most.

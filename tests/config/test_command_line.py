@@ -93,8 +93,8 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
         (["cluster", "chek"], "unknown command 'chek'; did you mean 'check'? Known: check, emit, show.\n"),
         (
             ["launch", "--max-restart=1", "--", "true"],
-            "unknown flag '--max-restart'; did you mean '--max_restarts'? Known: --chaos, --grace_seconds, --help, --hostfile, --hosts, "
-            "--join_seconds, --log_dir, --max_restarts, --nnodes, --ps, --ps_hosts, --replicas, --task, --warm, --workers, --workers_per_host.\n",
+            "unknown flag '--max-restart'; did you mean '--max_restarts'? Known: --grace_seconds, --help, --hostfile, --hosts, "
+            "--join_seconds, --log_dir, --max_restarts, --nnodes, --ps, --ps_hosts, --replicas, --stdin, --task, --warm, --workers, --workers_per_host.\n",
         ),
         (["train", "--config=digit"], "tfdist: --config=digit: no such file, and no preset; did you mean 'digits'? "),
         (

@@ -30,7 +30,6 @@ from tfdist.cluster.spec import split_address
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
 from tfdist.errors import ClusterError, ConfigError, collect_errors, format_value, printable_lines
-from tfdist.launch import chaos
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.rounds import Rounds
 from tfdist.launch.sizes import JOIN_SECONDS, Sizes
@@ -125,13 +124,6 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_float("join_seconds", JOIN_SECONDS, join, **at_least)
     flags.DEFINE_string(
-        "chaos",
-        "",
-        "Test of the job: events that the launcher causes in its tasks, and reports at the end, as kill:worker:1@120 (after 120 steps), "
-        "stop:worker:0@200+10s (for 10 s), term:worker:0@30s (SIGTERM, 30 s after the start), or random:SEED.",
-        flag_values=values,
-    )
-    flags.DEFINE_string(
         "stdin",
         "",
         "The task that reads the standard input of this command, as worker:0: for breakpoint() and input(), which fail in other tasks.",
@@ -165,12 +157,9 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
                 limits["sizes"] = Sizes(*workers, values.replicas, values.join_seconds)
         if values.stdin:
             limits["stdin"] = hosts.parse_task(cluster, values.stdin, "--stdin")
-        events = chaos.parse(values.chaos, cluster, here)
         if not faults:
             _make_log_dir(values.log_dir)
-            return Launcher(
-                command, cluster, values.log_dir, fresh_ports=not has_hosts, here=here, chaos=events, **limits
-            )
+            return Launcher(command, cluster, values.log_dir, fresh_ports=not has_hosts, here=here, **limits)
     raise ConfigError(faults)
 
 
@@ -211,7 +200,7 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     if not command:
         yield (
             "Usage: tfdist launch [--workers=N or MIN:MAX] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--warm=0] "
-            "[--stdin=TASK] [--chaos=EVENTS] [--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--nnodes=MIN:MAX] [--] COMMAND. "
+            "[--stdin=TASK] [--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--nnodes=MIN:MAX] [--] COMMAND. "
             "The command is missing."
         )
     elif not shutil.which(command[0]):

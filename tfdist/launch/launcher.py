@@ -13,7 +13,6 @@ from typing import IO
 
 from tfdist.cluster import ClusterSpec, TaskSpec, local
 from tfdist.launch.agreement import Done
-from tfdist.launch.chaos import Chaos
 from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.output import LauncherOutput
@@ -38,6 +37,7 @@ from tfdist.runtime.temporary import temporary_folder
 _ALONE = (
     "no task has created a tfdist.Trainer or strategy: unless the command connects the tasks itself, each ran alone"
 )
+_TURN = 0.05  # seconds between two looks at the tasks
 # Seconds that tasks have after Ctrl-C: they save nothing then, and may wait for each other.
 _AFTER_INTERRUPT = 2.0
 
@@ -65,7 +65,6 @@ class Launcher:
         sizes: The number of workers of an elastic job, which continues with fewer workers after one was killed, and with more after
             a backup. Only for synchronous workers of this machine. None means always as many as `cluster` has.
         rounds: The starts of an elastic job on several hosts. None means that the hosts do not change.
-        chaos: The events that happen to the tasks, as a test of the job. None means none.
         warm: Whether to fork tasks from a process that has imported TensorFlow and Keras, where that is possible (`WarmSpare`).
         stdin: The task that reads this process's standard input. None means that no task reads it.
 
@@ -97,7 +96,6 @@ class Launcher:
         here: Sequence[TaskSpec] | None = None,
         sizes: Sizes | None = None,
         rounds: Rounds | None = None,
-        chaos: Chaos | None = None,
         warm: bool = False,
         stdin: TaskSpec | None = None,
     ):
@@ -126,7 +124,6 @@ class Launcher:
         self._last_preemption_step = self._last_break_step = -1
         self._why = ""  # the reason for the next start, for other hosts' launchers
         self._code: int | None = None  # the job's exit code, from another host's launcher
-        self._chaos = chaos or Chaos()
         self._stdin = StandardInput(stdin)
         self.restarts = RestartPolicy(max_restarts)
         # Without restarts, one task starts no sooner.
@@ -168,7 +165,6 @@ class Launcher:
                     alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
                     if alone and not (self._preempted or self._signals or self.failure):
                         self._output.say(_ALONE)
-                    self._chaos.report(self._exit_code(), self._progress, self._output)
             finally:
                 self._output.count_warnings()
                 self._output.close(lambda: len(self._signals))
@@ -286,7 +282,7 @@ class Launcher:
             for at, spec in [delayed for delayed in self._later if time.monotonic() >= delayed[0]]:
                 self._later.remove((at, spec))
                 self._start(spec)
-            ready = [key.data for key, _ in self._selector.select(timeout=self._chaos.turn)]
+            ready = [key.data for key, _ in self._selector.select(timeout=_TURN)]
             for task in ready:
                 self._forward_output(task)
             for task in self._running:
@@ -350,7 +346,6 @@ class Launcher:
         self._stdin.forward()
         if not self._signals:
             self._evaluator.look()
-        self._chaos.look(self._running, self._progress, self._output)
         later = self._specs if self._restart else [spec for _, spec in self._later]
         running = [*(task.spec for task in self._running), *self._evaluator.running]
         self._output.refresh(running, [*later, *self._evaluator.waiting], self._kill_at < float("inf"))
