@@ -33,6 +33,11 @@ class Thread(NamedTuple):
     is_python: bool
 
 
+def is_known() -> bool:
+    """Returns whether this system counts the work of threads: Linux, with the kernel's scheduler statistics."""
+    return (_TASKS.parent / "schedstat").exists()
+
+
 def threads() -> dict[int, Thread]:
     """Returns the counters of this process's threads, without those of tfdist and gRPC, by id; empty on systems other than Linux."""
     python = {thread.native_id: thread.name for thread in threading.enumerate()}
