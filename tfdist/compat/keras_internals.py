@@ -37,6 +37,11 @@ def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
     return layers_of_model
 
 
+def is_keras_method(model: keras.Model, name: str) -> bool:
+    """Returns whether a model has Keras' own method of this name: no class and no assignment to the object overrides it."""
+    return getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
+
+
 def has_replaced_make_function(model: keras.Model) -> bool:
     """Returns whether `replace_make_function` was called for a model."""
     return KERAS_MAKE_FUNCTION in vars(model)

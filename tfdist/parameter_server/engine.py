@@ -105,7 +105,7 @@ class ParameterServerEngine(Engine):
             else run_to_end(function, iterator)
         )
 
-    def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
+    def run_batch(self, function: StepFunction, batch: Structure, is_whole: bool = True) -> Logs:
         return function(iter([batch]))
 
     def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:

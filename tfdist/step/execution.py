@@ -81,12 +81,14 @@ class Execution:
         """Runs an execution, as Keras' own function does. Raises StopIteration if no batch remains."""
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             for _, batch in zip(range(self._steps), iterator, strict=False):
-                logs = self.run_batch(batch)
-            return logs
+                self.run_batch(batch)
+            return self.exact_logs()
         last_logs = self.run(iterator)
         if last_logs is None:
             raise StopIteration
-        return last_logs
+        model = self._replica.model
+        is_wrapped = self not in (model.train_function, model.test_function)
+        return self.exact_logs() if is_wrapped else last_logs
 
     def run(self, iterator: DataIterator, left: int | None = None) -> Mapping[str, Any] | None:
         """Runs an execution of at most `left` steps. Returns the last step's logs, averaged over the replicas; None if no batch remains.
@@ -103,11 +105,14 @@ class Execution:
                 self._fetching.assign(False)
             return None
 
-    def run_batch(self, batch: Structure) -> Mapping[str, Any]:
-        """Runs a step on one batch. Returns its logs, averaged over the replicas; raises the errors of `run`."""
+    def run_batch(self, batch: Structure, is_whole: bool = True) -> Mapping[str, Any]:
+        """Runs a step on one batch. Returns its logs, averaged over the replicas; raises the errors of `run`.
+
+        Each replica receives its part of tensors if `is_whole`, else all of them.
+        """
 
         def execute() -> Mapping[str, Any]:
-            logs, self.agreed_flags = self._batch(tf.nest.map_structure(as_tensor, batch))
+            logs, self.agreed_flags = self._batch(tf.nest.map_structure(as_tensor, batch), is_whole)
             return logs
 
         return self._checked(execute)
@@ -152,6 +157,14 @@ class Execution:
     def computed_logs(self) -> dict[str, Any]:
         """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""
         return self._replica.computed.now() if self._replica.computed else {}
+
+    def exact_logs(self) -> Mapping[str, Any]:
+        """Returns the logs of the last step, those of metrics computed from all replicas. A collective if workers hold the metrics."""
+        if self._strategy.num_replicas_in_sync == 1:
+            return self.logs or {}
+        if self._replica.computes_logs:
+            return {**(self.logs or {}), **self.computed_logs()}
+        return {name: _as_number(value) for name, value in self._replica.model.get_metrics_result().items()}
 
     def _execute(self, iterator: DataIterator, left: int | None) -> Mapping[str, Any]:
         execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
@@ -211,8 +224,10 @@ class Execution:
         with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
             return self._run_one(data, tf.identity(totals))
 
-    def _run_batch(self, data: Structure) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+    def _run_batch(self, data: Structure, is_whole: bool) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         _count_trace()
+        if is_whole:
+            data = batch_splitting.split_whole(data, self._strategy)
         with self._measured_step():
             return self._reduced(self._run_one(data))
 
@@ -377,7 +392,7 @@ def attach(model: keras.Model, compression: Compressor | None = None, nan_policy
     if not keras_internals.has_replaced_make_function(model):
         model.train_function = model.test_function = None
     keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
-    if type(model).make_predict_function is keras.Model.make_predict_function:
+    if keras_internals.is_keras_method(model, "make_predict_function"):
         model.make_predict_function = functools.partial(_make_predict_function, model)
     synchronized_norm.synchronize_moments(model)
     for optimizer in optimizer_search.optimizers(model):
@@ -429,8 +444,11 @@ class SynchronousEngine(Engine):
             return function.run(iterator, remaining_steps)
         return run_to_end(function, iterator)
 
-    def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
-        return function.run_batch(batch) if isinstance(function, Execution) else function(iter([batch]))
+    def run_batch(self, function: StepFunction, batch: Structure, is_whole: bool = True) -> Logs:
+        if isinstance(function, Execution):
+            logs = function.run_batch(batch, is_whole)
+            return function.exact_logs() if is_whole else logs
+        return function(iter([batch]))
 
     def own_step_ms(self, model: keras.Model, steps: int) -> Mapping[str, float]:
         own_time, function = self.strategy.own_time, model.train_function
