@@ -176,11 +176,6 @@ def _with_own_count(part: SplitBatch) -> SplitBatch:
     return SplitBatch(part.batch, tf.concat([own, tf.minimum(own, 1)], 1))
 
 
-def part_of_batch(batch: Structure, strategy: tf.distribute.Strategy) -> SplitBatch:
-    """Returns this replica's part of a batch that all replicas receive. In a replica."""
-    return _part(batch, _replica(), num_replicas(strategy))
-
-
 def counted_rows(outputs: Structure, dealt: SplitBatch) -> Structure:
     """Returns a replica's outputs for the examples that count."""
     return outputs if dealt.counts is None else rows_of(outputs, 0, dealt.counts[0, 0])

@@ -32,6 +32,7 @@ KINDS = (
     "writers",
     "messages",
     "on_batch",
+    "overrides",
 )
 Pairs = dict[str, tuple[Any, Any]]
 
