@@ -172,7 +172,7 @@ def split_whole(batch: Structure, strategy: Strategy) -> Structure:
 
 def _with_own_count(part: SplitBatch) -> SplitBatch:
     """Returns a part of this worker's rows, of which the other workers do not know the number."""
-    own = part.counts[:, :1]
+    own = part.counts[:, :1]  # type: ignore[index]
     return SplitBatch(part.batch, tf.concat([own, tf.minimum(own, 1)], 1))
 
 

@@ -74,6 +74,7 @@ class Execution:
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
+        self.step_name = self._replica.name
         self._fetching, self._is_fetching = _fetch_flag(self._strategy)
         if self._strategy.num_workers > 1 and self._strategy.own_time is None:
             self._strategy.own_time = OwnTime()
@@ -145,7 +146,7 @@ class Execution:
                 equal_weights.warn_of_averages(self._strategy)
             return self.logs
         except StopIteration as e:  # TensorFlow's iterators raise OutOfRangeError
-            raise stop_iteration_error(f"The model's {self._replica.name}", e) from e
+            raise stop_iteration_error(f"The model's {self.step_name}", e) from e
         except tf.errors.InvalidArgumentError as e:
             for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES, GATHERED_ROWS_ARE_NOT_EXAMPLES):
                 if known in e.message:

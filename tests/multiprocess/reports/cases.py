@@ -33,6 +33,7 @@ KINDS = (
     "messages",
     "on_batch",
     "overrides",
+    "integers",
 )
 Pairs = dict[str, tuple[Any, Any]]
 
