@@ -154,3 +154,18 @@ def dicts_and_ragged_rows(world):
         model.compile(keras.optimizers.SGD(RATE), keras.losses.MeanSquaredError(reduction="sum"))
     x = {"ragged": tf.ragged.constant([[1.0], [], [1.0, 2.0]]), "dense": X}  # 2, 2 and 6
     return {"loss": (model.train_on_batch(x, 0 * X), 4 + 4 + 36), "scale": (model.get_weights()[0], 1 - RATE * 2 * 20)}
+
+
+@case(WORKERS, TWO_BY_TWO)
+def parts_of_workers(world):
+    """With `auto_shard_dataset=False` each worker passes its part of the batch: one row, or the other two."""
+    with keras.distribution.DataParallel(auto_shard_dataset=False).scope():
+        model, counts = line(world, summed(world))
+        own = X[1:] if world.rank else X[:1]
+        logs = model.train_on_batch(own, 0 * own, return_dict=True)
+        predicted = model.predict_on_batch(own)
+    return {
+        "logs": ([logs["loss"], logs["rows"], counts.seen.numpy()], [14, 3, 3]),
+        "kernel": (kernel(model), [[0.972]]),
+        "predicted": (predicted, 0.972 * X),
+    }

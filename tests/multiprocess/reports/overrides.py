@@ -242,6 +242,29 @@ def functions_of_an_object(world):
     return {"loss": ([found["loss"][0], found["two"][0]], [LOSS, 2 * LOSS])}
 
 
+class Largest(keras.metrics.Metric):
+    """Computes with NumPy, from the values of tensors."""
+
+    def __init__(self, name="largest"):
+        super().__init__(name=name)
+        self.largest = self.add_variable((), "zeros")
+
+    def update_state(self, y_true, y_pred, sample_weight=None):
+        self.largest.assign(np.maximum(self.largest.numpy(), y_pred.numpy().max()))
+
+    def result(self):
+        return self.largest
+
+
+@case(MIRRORED, WORKERS)
+def a_metric_and_a_loss_that_compute_with_numpy(world):
+    def loss(y_true, y_pred):
+        return ops.square(y_pred - y_true) * float(np.size(y_pred.numpy()) > 0)
+
+    model = line(world, metrics=[Largest], loss=loss, run_eagerly=True)
+    return same(fitted(model), {"loss": LOSS, "largest": 3})
+
+
 @case(*SYNCHRONOUS, error="make_train_function.*next\\(iterator\\).*train_step")
 def a_function_that_draws_its_batch(world):
     class Draws(keras.Model):
