@@ -302,6 +302,12 @@ def test_models_make_their_functions_where_the_trainer_does():
         assert keras_internals.KERAS_MAKE_FUNCTION in inspect.getsource(make), "seam step function has moved"
 
 
+def test_models_build_metrics_and_losses_by_these_methods():
+    build = inspect.getsource(getattr(keras.Model, keras_loops.KERAS_BUILD_BY_CALL))
+    for name in ("compute_metrics", keras_loops.KERAS_COMPUTE_LOSS):
+        assert f"self.{name}," in build, "seam building has moved"
+
+
 def test_datasets_tell_what_they_are_made_from_and_what_their_functions_draw():
     moved = "seam random state of data: {} has moved"
     generator, flip = tf.random.Generator.from_seed(1), keras.layers.RandomFlip()

@@ -29,6 +29,7 @@ Method = Function
 
 KERAS_MAKE_FUNCTION = "_make_function"
 KERAS_MOMENTS = "_moments"
+_MAKE_PREDICTION = "_tfdist_make_prediction"
 
 
 def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
@@ -37,14 +38,35 @@ def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
     return layers_of_model
 
 
+def is_keras_method(model: keras.Model, name: str) -> bool:
+    """Returns whether a model has Keras' own method of this name: no class and no assignment to the object overrides it."""
+    return getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
+
+
 def has_replaced_make_function(model: keras.Model) -> bool:
     """Returns whether `replace_make_function` was called for a model."""
     return KERAS_MAKE_FUNCTION in vars(model)
 
 
+def make_function(model: keras.Model) -> Method:
+    """Returns the method with which a model creates its training and test functions from a step."""
+    method: Method = getattr(model, KERAS_MAKE_FUNCTION)
+    return method
+
+
 def replace_make_function(model: keras.Model, new: Method) -> None:
     """Replaces the method with which a model creates its training and test functions from a step."""
     setattr(model, KERAS_MAKE_FUNCTION, new)
+
+
+def replace_make_prediction(model: keras.Model, new: Method) -> None:
+    """Sets the function with which `make_predict_function` of a model makes its prediction function (see `strategies/model_methods.py`)."""
+    setattr(model, _MAKE_PREDICTION, new)
+
+
+def make_prediction(model: keras.Model) -> Method | None:
+    """Returns the function that `replace_make_prediction` has set for a model, or None."""
+    return getattr(model, _MAKE_PREDICTION, None)
 
 
 def moments(layer: keras.layers.Layer) -> Method:

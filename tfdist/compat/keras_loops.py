@@ -34,7 +34,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist.aliases import Function, Logs, Structure
-from tfdist.compat import keras_metrics, tf_internals
+from tfdist.compat import keras_losses, keras_metrics, tf_internals
 
 __all__ = [
     "ArrayDataAdapter",
@@ -174,6 +174,7 @@ def _stopping(enqueuer: OrderedEnqueuer) -> Iterator[None]:
 # Models
 
 KERAS_BUILD_BY_CALL = "_symbolic_build"
+KERAS_COMPUTE_LOSS = "_compute_loss"
 
 
 def build_by_call(model: keras.Model, batch: Structure) -> None:
@@ -182,12 +183,40 @@ def build_by_call(model: keras.Model, batch: Structure) -> None:
     Raises:
         ValueError: The batch does not fit the model. Before Keras 3.14 Keras raises a RuntimeError with this error as its context.
     """
+    build = getattr(model, KERAS_BUILD_BY_CALL)
     try:
-        getattr(model, KERAS_BUILD_BY_CALL)(data_batch=batch)
+        try:
+            build(data_batch=batch)
+        except Exception:
+            if not model.run_eagerly:
+                raise
+            with _only_building(model):  # a metric or a loss may compute with NumPy, which needs values
+                build(data_batch=batch)
     except RuntimeError as e:
         if isinstance(e.__context__, ValueError):
             raise e.__context__ from e.__context__.__cause__
         raise
+
+
+@contextlib.contextmanager
+def _only_building(model: keras.Model) -> Iterator[None]:
+    """Makes a model build its compiled losses and metrics where Keras would compute them on the shapes of a batch."""
+    builders: dict[str, Function] = {
+        "compute_metrics": lambda x, y, y_pred, sample_weight=None: keras_metrics.compiled_metrics(model).build(
+            y, y_pred
+        ),
+        KERAS_COMPUTE_LOSS: lambda x, y, y_pred, **_: keras_losses.compiled_loss(model).build(y, y_pred),
+    }
+    before = {name: vars(model)[name] for name in builders if name in vars(model)}
+    for name, builder in builders.items():
+        setattr(model, name, builder)
+    try:
+        yield
+    finally:
+        for name in builders:
+            delattr(model, name)
+        for name, own in before.items():
+            setattr(model, name, own)
 
 
 def metrics_or_logs(model: keras.Model, logs: Logs) -> Logs:

@@ -44,6 +44,7 @@ def install(strategy: KerasStrategy) -> None:
     global _newest
     _newest = weakref.ref(strategy)
     makers: dict[str, Callable[[Method], Method]] = {name: functools.partial(_trained, name) for name in _TRAINING}
+    makers["make_predict_function"] = _predicting
     makers |= {name: functools.partial(_saved, make) for name, make in _SAVING.items()}
     for name, make in makers.items():
         method = getattr(keras.Model, name)
@@ -78,6 +79,21 @@ def _trained(name: str, keras_own: Method) -> Method:
             strategy.engine.attach(model)
         run: Function = registry.resolve("loop", _LOOP, {})
         return run(strategy.engine, name, keras_own, model, args, kwargs)
+
+    return method
+
+
+def _predicting(keras_own: Method) -> Method:
+    """Returns a `make_predict_function` that makes the function of the model's engine, also for an override that calls `super()`."""
+
+    @functools.wraps(keras_own)
+    def method(model: keras.Model, force: bool = False) -> Any:
+        make = keras_internals.make_prediction(model)
+        if make is None:
+            return keras_own(model, force)
+        if model.predict_function is None or force:
+            model.predict_function = make()
+        return model.predict_function
 
     return method
 

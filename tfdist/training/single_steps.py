@@ -53,8 +53,10 @@ def predict_on_batch(engine: Engine, model: keras.Model, x: Data) -> Structure:
 METHODS = {method.__name__: method for method in (train_on_batch, test_on_batch, predict_on_batch)}
 
 
-def run(engine: Engine, model: keras.Model, step: str, batch: Structure, reset_metrics: bool) -> dict[str, Any]:
-    """Runs `"train_step"` or `"test_step"` of a model on one batch; returns the logs."""
+def run(
+    engine: Engine, model: keras.Model, step: str, batch: Structure, reset_metrics: bool, is_whole: bool = True
+) -> dict[str, Any]:
+    """Runs `"train_step"` or `"test_step"` of a model on one batch; returns the logs. `is_whole` as for `Engine.run_batch`."""
     model_building.build(model, step, batch)
     if step == "train_step":
         model.make_train_function()
@@ -64,5 +66,5 @@ def run(engine: Engine, model: keras.Model, step: str, batch: Structure, reset_m
         function = model.test_function
     if reset_metrics:
         model.reset_metrics()
-    logs: dict[str, Any] = keras_loops.pythonify_logs(engine.run_batch(function, batch))
+    logs: dict[str, Any] = keras_loops.pythonify_logs(engine.run_batch(function, batch, is_whole))
     return logs

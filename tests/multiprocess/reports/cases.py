@@ -19,6 +19,7 @@ from typing import Any
 import numpy as np
 
 MIRRORED, WORKERS, SERVERS = "mirrored", "multi_worker_mirrored", "parameter_server"
+TWO_BY_TWO = "multi_worker_mirrored:2"  # two workers with two devices each
 KINDS = (
     "assigned",
     "reading",
@@ -30,6 +31,9 @@ KINDS = (
     "unknown_length",
     "writers",
     "messages",
+    "on_batch",
+    "overrides",
+    "integers",
 )
 Pairs = dict[str, tuple[Any, Any]]
 
@@ -63,7 +67,7 @@ class World:
 
     @property
     def workers(self) -> int:
-        return 2 if self.strategy == WORKERS else 1
+        return 2 if self.strategy in (WORKERS, TWO_BY_TWO) else 1
 
     @property
     def replicas(self) -> int:
