@@ -413,7 +413,7 @@ def test_keras_tells_where_data_come_from():
     for name in keras_loops.KERAS_SELF_FEEDING:
         assert name in inspect.getsource(data_adapters), moved
     adapter = generator_data_adapter.GeneratorDataAdapter((np.ones((2, size)),) for size in (3, 3, 3))
-    assert len(adapter._first_batches) == 2, moved
+    assert len(getattr(adapter, keras_loops.KERAS_FIRST_BATCHES)) == 2, moved
     assert len(list(adapter.generator())) == 3, moved
     assert callable(tf_dataset_adapter.make_class_weight_map_fn), moved
 

@@ -12,7 +12,7 @@ import functools
 import itertools
 import queue
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -66,6 +66,7 @@ KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoad
 KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
 KERAS_ADAPTER_ITERATOR = "_get_iterator"
 KERAS_STANDARDIZE = "_standardize_batch"
+KERAS_FIRST_BATCHES = "_first_batches"
 
 
 def reads_python(adapter: DataAdapter) -> bool:
@@ -93,13 +94,28 @@ def adapted_dataset(adapter: DataAdapter) -> tf.data.Dataset:
     return dataset
 
 
-def generator_adapter(generator: Iterator[Structure]) -> GeneratorDataAdapter:
-    """Returns the data adapter of a generator of batches. Raises Keras' ValueError without a batch or without tuples."""
+def generator_adapter(read: Callable[[], Iterator[Structure]]) -> GeneratorDataAdapter:
+    """Returns the data adapter of a generator of batches. Raises Keras' ValueError without a batch or without tuples.
+
+    A pass after the generator's end yields its first batches again, as Keras' adapter does.
+
+    Args:
+        read: Returns the batches of a pass; the adapter reads the first ones at once.
+    """
 
     def present(batch: Structure) -> Structure:  # TensorFlow cannot split an absent sample_weight over replicas
         return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
 
-    return GeneratorDataAdapter(map(present, generator))
+    def batches() -> Iterator[Structure]:
+        remaining = map(present, read())
+        begin = list(itertools.islice(remaining, 1))
+        yield from begin or first
+        yield from remaining
+
+    adapter = GeneratorDataAdapter(map(present, read()))
+    first = getattr(adapter, KERAS_FIRST_BATCHES)
+    adapter.generator = batches
+    return adapter
 
 
 def dataset_reading(adapter: DataAdapter, batches: Function) -> tf.data.Dataset:
