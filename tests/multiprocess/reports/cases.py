@@ -33,6 +33,7 @@ KINDS = (
     "writers",
     "messages",
     "generators",
+    "outputs",
 )
 Pairs = dict[str, tuple[Any, Any]]
 
