@@ -6,6 +6,7 @@ the constants that begin with `KERAS_`. For losses see `keras_losses.py`, for Ke
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -30,6 +31,7 @@ Method = Function
 KERAS_MAKE_FUNCTION = "_make_function"
 KERAS_MOMENTS = "_moments"
 _MAKE_PREDICTION = "_tfdist_make_prediction"
+KERAS_DECORATED = "fn"  # in Keras' decorator `filter_traceback`
 
 
 def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
@@ -83,6 +85,17 @@ def has_replaced_moments(layer: keras.layers.Layer) -> bool:
 def replace_moments(layer: keras.layers.Layer, new: Method) -> None:
     """Replaces the method with which a BatchNormalization layer computes mean and variance."""
     setattr(layer, KERAS_MOMENTS, new)
+
+
+def inherited_method(name: str) -> Function | None:
+    """Returns the method that `keras.Model` inherits; None if it defines the method itself."""
+    return next((vars(base)[name] for base in keras.Model.__mro__[1:] if name in vars(base)), None)
+
+
+def decorated_function_cell(method: Function) -> types.CellType | None:
+    """Returns the cell that holds the function that Keras' filter of tracebacks calls; None for a method without this decorator."""
+    cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
+    return cells.get(KERAS_DECORATED)
 
 
 # Files

@@ -12,7 +12,7 @@ import functools
 import itertools
 import queue
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -66,6 +66,7 @@ KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoad
 KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
 KERAS_ADAPTER_ITERATOR = "_get_iterator"
 KERAS_STANDARDIZE = "_standardize_batch"
+KERAS_FIRST_BATCHES = "_first_batches"
 
 
 def reads_python(adapter: DataAdapter) -> bool:
@@ -93,13 +94,28 @@ def adapted_dataset(adapter: DataAdapter) -> tf.data.Dataset:
     return dataset
 
 
-def generator_adapter(generator: Iterator[Structure]) -> GeneratorDataAdapter:
-    """Returns the data adapter of a generator of batches. Raises Keras' ValueError without a batch or without tuples."""
+def generator_adapter(read: Callable[[], Iterator[Structure]]) -> GeneratorDataAdapter:
+    """Returns the data adapter of a generator of batches. Raises Keras' ValueError without a batch or without tuples.
+
+    A pass after the generator's end yields its first batches again, as Keras' adapter does.
+
+    Args:
+        read: Returns the batches of a pass; the adapter reads the first ones at once.
+    """
 
     def present(batch: Structure) -> Structure:  # TensorFlow cannot split an absent sample_weight over replicas
         return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
 
-    return GeneratorDataAdapter(map(present, generator))
+    def batches() -> Iterator[Structure]:
+        remaining = map(present, read())
+        begin = list(itertools.islice(remaining, 1))
+        yield from begin or first
+        yield from remaining
+
+    adapter = GeneratorDataAdapter(map(present, read()))
+    first = getattr(adapter, KERAS_FIRST_BATCHES)
+    adapter.generator = batches
+    return adapter
 
 
 def dataset_reading(adapter: DataAdapter, batches: Function) -> tf.data.Dataset:
@@ -263,5 +279,30 @@ def as_arrays(outputs: Structure) -> Structure:
 def concatenate_replicas(outputs: Structure, strategy: tf.distribute.Strategy, several_processes: bool) -> Structure:
     """Returns the concatenated outputs of all replicas of all workers, in the replicas' order. A collective."""
     if several_processes and tf_internals.num_replicas(strategy) > 1:  # Keras would order by local replica
-        return tf.nest.map_structure(lambda values: strategy.gather(values, axis=0), outputs)
+        return tf.nest.map_structure(lambda values: _gather(values, strategy), outputs)
     return reduce_per_replica(outputs, strategy, reduction="concat")
+
+
+def _gather(values: Structure, strategy: tf.distribute.Strategy) -> tf.Tensor:
+    if strategy.experimental_local_results(values)[0].dtype != tf.string:
+        return strategy.gather(values, axis=0)
+    longest = strategy.run(_longest, args=(values,))
+    length = tf.reduce_max(strategy.gather(longest, axis=0))
+    return _decoded(strategy.gather(strategy.run(_encoded, args=(values, length)), axis=0))
+
+
+def _longest(texts: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_max(tf.concat([tf.reshape(tf.strings.length(texts), [-1]), [1]], 0), keepdims=True)
+
+
+def _encoded(texts: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
+    """Returns the length and the bytes of each text as numbers of a dtype that all collectives support."""
+    codes = tf.io.decode_raw(texts, tf.uint8, fixed_length=length)
+    return tf.cast(tf.concat([tf.strings.length(texts)[..., tf.newaxis], tf.cast(codes, tf.int32)], -1), tf.float32)
+
+
+def _decoded(encoded: tf.Tensor) -> tf.Tensor:
+    """Returns the texts that `_encoded` has encoded."""
+    lengths, codes = tf.split(tf.cast(encoded, tf.int32), [1, tf.shape(encoded)[-1] - 1], -1)
+    letters = tf.gather(tf.constant([bytes([code]) for code in range(256)]), codes)
+    return tf.strings.substr(tf.strings.reduce_join(letters, -1), tf.zeros_like(lengths[..., 0]), lengths[..., 0])

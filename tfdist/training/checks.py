@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.aliases import Data
+from tfdist.aliases import Data, Structure
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import unsupported
@@ -189,9 +189,8 @@ class _Arrays:
             "sample_weight": arguments.get("sample_weight"),
             "validation_data": validation_data,
         }
-        opaque = (tf.data.Dataset, tf.distribute.DistributedDataset, worker_rows.OwnRows, StoredData)
         self._kinds = {name: _kinds(value) for name, value in self._arguments.items()}
-        self._arrays = {name: None if isinstance(value, opaque) else value for name, value in self._arguments.items()}
+        self._arrays = {name: _arrays_of(value) for name, value in self._arguments.items()}
 
     def digests(self) -> list[float]:
         """Returns this worker's digests: for each argument one of its types and shapes, then for each argument one of its values."""
@@ -216,6 +215,13 @@ class _Arrays:
                 f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
             )
         local = array_digest.describe(self._arrays[name])
+        if isinstance(data, tf.data.Dataset):
+            return (
+                f"The dataset in {name} must hold the same tensors on all workers, because each worker trains on its share of every batch. Received: "
+                f"{_texts_by_worker(ranks, local, 'no tensors')}. Make it from the same arrays, in the same order, on all workers. Or, if each "
+                "worker has different rows, such as x[rank::size], pass tfdist.data.own_rows(x, y), or set "
+                "experimental_distribute.auto_shard_policy of the dataset's options to AutoShardPolicy.OFF."
+            )
         return (
             f"The arrays in {name} must be the same on all workers, because each worker trains on its share of every batch. Received: "
             f"{_texts_by_worker(ranks, local, 'no arrays')}. Give all workers the same arrays, in the same order. Or, if each worker has "
@@ -225,6 +231,14 @@ class _Arrays:
     def _unlike(self, digests: np.ndarray) -> np.ndarray:
         spread = digests.max(0) - digests.min(0)
         return spread > array_digest.TOLERANCE * np.maximum(1, np.abs(digests).max(0))
+
+
+def _arrays_of(data: Data) -> Structure:
+    """Returns the arrays, or the tensors of a dataset, that must be equal on all workers."""
+    if isinstance(data, tf.data.Dataset) and not worker_rows.is_own(data):
+        return graph.tensors(data)
+    is_opaque = isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset, worker_rows.OwnRows, StoredData))
+    return None if is_opaque else data
 
 
 def _kinds(data: Data) -> str:

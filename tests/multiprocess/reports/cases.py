@@ -19,7 +19,8 @@ from typing import Any
 import numpy as np
 
 MIRRORED, WORKERS, SERVERS = "mirrored", "multi_worker_mirrored", "parameter_server"
-TWO_BY_TWO = "multi_worker_mirrored:2"  # two workers with two devices each
+TWO_EACH = "multi_worker_mirrored with devices=2"
+ALL = (MIRRORED, WORKERS, TWO_EACH, SERVERS)
 KINDS = (
     "assigned",
     "reading",
@@ -34,6 +35,8 @@ KINDS = (
     "on_batch",
     "overrides",
     "integers",
+    "generators",
+    "outputs",
 )
 Pairs = dict[str, tuple[Any, Any]]
 
@@ -67,7 +70,7 @@ class World:
 
     @property
     def workers(self) -> int:
-        return 2 if self.strategy in (WORKERS, TWO_BY_TWO) else 1
+        return 2 if self.strategy in (WORKERS, TWO_EACH) else 1
 
     @property
     def replicas(self) -> int:

@@ -4,7 +4,7 @@ import keras
 import numpy as np
 from keras import ops
 
-from tests.multiprocess.reports.cases import MIRRORED, SERVERS, TWO_BY_TWO, WORKERS, case
+from tests.multiprocess.reports.cases import ALL, case
 from tests.multiprocess.reports.metrics import identity
 from tfdist.compat import keras_metrics
 
@@ -36,7 +36,7 @@ class Summed(Counted):
     sums_examples = True
 
 
-@case(MIRRORED, WORKERS, TWO_BY_TWO, SERVERS)
+@case(*ALL)
 def integers_that_do_not_begin_at_zero(world):
     pairs = {}
     for kind, added in ((Counted, 2), (Summed, 5)):

@@ -8,9 +8,9 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from tests.multiprocess.reports.cases import MIRRORED, SERVERS, TWO_BY_TWO, WORKERS, case
+from tests.multiprocess.reports.cases import MIRRORED, SERVERS, TWO_EACH, WORKERS, case
 
-SYNCHRONOUS = (MIRRORED, WORKERS, TWO_BY_TWO)
+SYNCHRONOUS = (MIRRORED, WORKERS, TWO_EACH)
 X = np.array([[1.0], [2.0], [3.0]], "float32")
 RATE = 0.001
 
@@ -156,7 +156,7 @@ def dicts_and_ragged_rows(world):
     return {"loss": (model.train_on_batch(x, 0 * X), 4 + 4 + 36), "scale": (model.get_weights()[0], 1 - RATE * 2 * 20)}
 
 
-@case(WORKERS, TWO_BY_TWO)
+@case(WORKERS, TWO_EACH)
 def parts_of_workers(world):
     """With `auto_shard_dataset=False` each worker passes its part of the batch: one row, or the other two."""
     with keras.distribution.DataParallel(auto_shard_dataset=False).scope():

@@ -10,10 +10,9 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
-from tests.multiprocess.reports.cases import MIRRORED, SERVERS, TWO_BY_TWO, WORKERS, case
+from tests.multiprocess.reports.cases import ALL, MIRRORED, TWO_EACH, WORKERS, case
 
-SYNCHRONOUS = (MIRRORED, WORKERS, TWO_BY_TWO)
-ALL = (*SYNCHRONOUS, SERVERS)
+SYNCHRONOUS = (MIRRORED, WORKERS, TWO_EACH)
 X = np.array([[1.0], [2.0], [1.0], [2.0], [3.0]], "float32")
 LOSS = 19 / 5  # 1 + 4 + 1 + 4 + 9
 FIT = {"batch_size": 4, "shuffle": False, "verbose": 0}
