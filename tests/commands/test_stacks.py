@@ -22,8 +22,7 @@ def load_batch():
 stacks.listen(sys.argv[1])
 if sys.argv[2] == "waits":  # in a step
     step = os.path.join(os.path.dirname(tfdist.__file__), "step", "execution.py")
-    exec(compile("def run():\n    print('ready', flush=True)\n    time.sleep(600)", step, "exec"))
-    run()
+    exec(compile("print('ready', flush=True); time.sleep(600)", step, "exec"))
 load_batch()
 """
 

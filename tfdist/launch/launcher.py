@@ -60,12 +60,10 @@ class Launcher:
         prefixes: Words before a task's command, by task. They run the command, such as `nsenter`.
         evaluator: Whether to run the command as the task `evaluator:0`, too: outside the cluster, and without GPUs.
         fresh_ports: Whether to choose new ports when all tasks restart. Only for a cluster of this machine whose ports tfdist has chosen.
-        must_finish: Whether exit code 0 counts as a failure of a task that has not reported the end of its training
-            (`progress.mark_finished`), as tasks of `tfdist train` do. During a `fit`, exit code 0 is always a failure.
-        here: The tasks to start on this machine, if launchers on other machines start the others. None means all. Each launcher
-            restarts its own tasks: the other launchers' tasks fail when they lose these, and all tasks wait for each other at the start.
+        must_finish: Whether exit code 0 is a failure of a task that has not called `progress.mark_finished`. During a `fit` it always is.
+        here: The tasks to start on this machine; launchers on other machines start and restart the others. None means all.
         sizes: The number of workers of an elastic job, which continues with fewer workers after one was killed, and with more after
-            a backup. Only for synchronous workers that all run on this machine. None means always as many as `cluster` has.
+            a backup. Only for synchronous workers of this machine. None means always as many as `cluster` has.
         rounds: The starts of an elastic job on several hosts. None means that the hosts do not change.
         chaos: The events that happen to the tasks, as a test of the job. None means none.
         warm: Whether to fork tasks from a process that has imported TensorFlow and Keras, where that is possible (`WarmSpare`).
@@ -74,7 +72,6 @@ class Launcher:
     Attributes:
         failure: The failure that ended the last `run`, or None.
         lost_at: The time of the last failure, in seconds since the epoch, or None.
-        restarts: The restart policy.
 
     Examples:
         >>> import sys, tempfile
@@ -403,7 +400,7 @@ class Launcher:
 
     def _failed(self, task: TaskProcess, failure: Failure) -> None:
         self.lost_at = time.time()
-        alone = task.spec.type == "worker" and bool(self._cluster.jobs.get("ps"))
+        alone = task.spec.type == "worker" and self._is_server(task.spec)
         done, self._saved = self._steps(task)
         if failure.loss:  # its errors are consequences, too: the log has them
             task.held = []

@@ -1,4 +1,4 @@
-"""Reports of what a task does, by which the tasks that wait for it tell slow from stuck. No TensorFlow here.
+"""Reports of a task's activity, by which the tasks that wait for it tell slow from stuck. No TensorFlow here.
 
 A `Reporter` looks at its own process every few seconds: whether the program is at another line, and whether its threads have worked.
 """
@@ -96,7 +96,7 @@ class Report:
         return ""
 
     def describe(self) -> str:
-        """Returns what the task does, in words that follow its name."""
+        """Returns the task's activity, in words that follow its name."""
         at = f" at {self.place}" if self.place else ""
         if self.is_silent:
             return f"reports no more{', and was' if at else ''}{at}"

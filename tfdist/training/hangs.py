@@ -1,6 +1,6 @@
 """Warnings about tasks that others wait for, and the end of jobs that are stuck.
 
-Each task has a thread that publishes a report of what the task does every few seconds, through TensorFlow's coordination service. The first
+Each task has a thread that publishes a report of the task's activity every few seconds, through TensorFlow's coordination service. The first
 task that has waited for long reads the reports. It warns of the tasks that it waits for, with their lines, and ends the job only if
 a task exceeds its limit, or if all tasks wait for each other. The verdict is published, so that all tasks end with the same message.
 """
@@ -22,7 +22,7 @@ from tfdist.collectives import calls
 from tfdist.compat import tf_cluster
 from tfdist.runtime import process_end, stacks
 from tfdist.runtime.log import logger
-from tfdist.runtime.phase import Phases
+from tfdist.runtime.phase import Phase, Phases
 from tfdist.runtime.phase import main as phases_of_process
 from tfdist.runtime.task_report import TIMEOUT_SECONDS, Report, Reporter
 
@@ -99,7 +99,7 @@ def verdict(
             return None
         what = "; ".join(f"{task} {awaited[task].describe()}" for task in named)
         return Verdict(
-            f"{what}; {asker}{HANG}{own.waited:.0f} s for it in {_where(own)}. {overruns[named[0]]}. If this work is only slow, raise "
+            f"{what}; {asker} has waited {own.waited:.0f} s for it in {_where(own)}. {overruns[named[0]]}. If this work is only slow, raise "
             f"Trainer(timeout_seconds={timeout_seconds:g}), or use tfdist.slow",
             named,
         )
@@ -115,19 +115,19 @@ def verdict(
         last = max((report.steps, report.exchanges) for report in reports.values())
         named = [task for task, report in reports.items() if (report.steps, report.exchanges) < last]
     return Verdict(
-        f"{what}: a deadlock, in which {asker}{HANG}{own.waited:.0f} s. All tasks must make the same calls in the same order",
+        f"{what}: a deadlock, in which {asker} has waited {own.waited:.0f} s. All tasks must make the same calls in the same order",
         named,
     )
 
 
-def warning(reports: Mapping[str, Report], asker: str, timeout_seconds: float) -> str:
-    """Returns the warning that names the tasks that `asker` waits for; empty if there are none."""
+def warn(reports: Mapping[str, Report], asker: str, timeout_seconds: float) -> bool:
+    """Warns of the tasks that `asker` waits for; returns whether there are any."""
     awaited = awaited_tasks(reports, asker)
-    if not awaited:
-        return ""
-    names = ", and ".join(f"{task}, which {report.describe()}" for task, report in awaited.items())
-    limit = f" (Trainer(timeout_seconds={timeout_seconds:g}) is its limit)" if timeout_seconds else ""
-    return f"{asker}{HANG}{reports[asker].waited:.0f} s for {names}; the job goes on{limit}"
+    if awaited:
+        names = ", and ".join(f"{task}, which {report.describe()}" for task, report in awaited.items())
+        limit = f" (Trainer(timeout_seconds={timeout_seconds:g}) is its limit)" if timeout_seconds else ""
+        logger.warning(f"{asker} has waited {reports[asker].waited:.0f} s for {names}; the job goes on{limit}")
+    return bool(awaited)
 
 
 def _is_confirmed(reports: Mapping[str, Report], before: Mapping[str, Report]) -> bool:
@@ -227,7 +227,7 @@ class HangWatch:
             return Report(report.number, state="user", place=report.place, activity=report.activity, is_silent=True)
         return report
 
-    def _judge(self, wait: object, reports: dict[str, Report]) -> None:
+    def _judge(self, wait: Phase, reports: dict[str, Report]) -> None:
         found = verdict(reports, self._before, self._task, self._limit)
         self._before = reports
         if self._phases.now is not wait:  # the wait has ended meanwhile
@@ -239,9 +239,8 @@ class HangWatch:
         warned, seconds = self._warned
         if warned is wait and reports[self._task].waited < 2 * seconds:
             return
-        if text := warning(reports, self._task, self._limit):
-            self._warned = self._phases.now, reports[self._task].waited
-            logger.warning(text)
+        if warn(reports, self._task, self._limit):
+            self._warned = wait, reports[self._task].waited
 
     def _end(self, verdict: Verdict) -> None:
         """Aborts this task's collectives. If the task is named and has not ended after 10 s, ends its process."""

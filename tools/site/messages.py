@@ -33,6 +33,7 @@ SAYING = {
     "already_started_error",
     "check",
     "Loss",
+    "Verdict",
 }
 SAYING |= {"warn", "say", "info", "warning", "error", "log", "notify_once"}  # the last five: of a logger
 # Functions that yield or return sentences which others raise or log.
