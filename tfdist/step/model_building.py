@@ -109,7 +109,7 @@ def trace(step: Step, model: keras.Model, batch: Structure) -> None:
     """Traces the step, and drops the graph. Variables that the step makes are created outside of the graph."""
     strategy = model.distribute_strategy
     with (
-        tf_internals.FuncGraph(step.__name__).as_default(),
+        tf_internals.FuncGraph(getattr(step, "__name__", "step")).as_default(),
         tf.variable_creator_scope(functools.partial(_outside_of_graphs, strategy)),
         tf.distribute.ReplicaContext(strategy, 0),
         strategy.as_one_replica(),

@@ -3,11 +3,14 @@
 The model is y = x with the targets 0, so that a loss and its gradient are sums over the rows.
 """
 
+import re
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
 
+import tfdist
 from tests.multiprocess.reports.cases import MIRRORED, SERVERS, TWO_EACH, WORKERS, case
 
 SYNCHRONOUS = (MIRRORED, WORKERS, TWO_EACH)
@@ -169,3 +172,37 @@ def parts_of_workers(world):
         "kernel": (kernel(model), [[0.972]]),
         "predicted": (predicted, 0.972 * X),
     }
+
+
+SAME_BATCH = r"must receive the same batch on all workers.* on worker:0, .* on worker:1.*Pass the same global batch.*auto_shard_dataset=False"
+
+
+def rejected(method, *arrays):
+    """Returns 1 if the method rejects the batch of this worker."""
+    try:
+        method(*arrays)
+    except tfdist.ConfigError as error:
+        return int(bool(re.search(f"{method.__name__} {SAME_BATCH}", str(error))))
+    return 0
+
+
+@case(WORKERS, TWO_EACH)
+def other_batches_on_each_worker(world):
+    """Rows of a worker, another number of rows that are 0, and a later batch; each raises an error, and the weights stay."""
+    model, counts = line(world, summed(world))
+    mine = X[world.rank :: 2][:1]
+    found = [rejected(method, mine, 0 * mine) for method in (model.train_on_batch, model.test_on_batch)]
+    found.append(rejected(model.predict_on_batch, mine))
+    model, counts = line(world, summed(world))
+    loss = model.train_on_batch(X, 0 * X, return_dict=True)["loss"]
+    empty = np.zeros((2 + world.rank, 1), "float32")
+    found.append(rejected(model.train_on_batch, empty, empty))
+    return {"rejected": (found, [1] * 4), "first": ([loss, counts.seen.numpy()], [14, 3])}
+
+
+@case(WORKERS, TWO_EACH)
+def batches_that_differ_by_rounding(world):
+    model, _ = line(world, summed(world))
+    near = X * np.float32(1 + 1e-7 * world.rank)
+    losses = [model.test_on_batch(near, 0 * near)[0] for _ in range(4)]
+    return {"losses": (losses, [14] * 4)}

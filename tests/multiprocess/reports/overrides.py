@@ -10,6 +10,7 @@ import numpy as np
 import tensorflow as tf
 from keras import ops
 
+import tfdist
 from tests.multiprocess.reports.cases import ALL, MIRRORED, TWO_EACH, WORKERS, case
 
 SYNCHRONOUS = (MIRRORED, WORKERS, TWO_EACH)
@@ -26,7 +27,8 @@ def line(world, kind=keras.Model, rate=0.0, **compiled):
     with world.scope():
         inputs = keras.Input((1,))
         model = kind(inputs, keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")(inputs))
-        compiled["metrics"] = [make() for make in compiled.get("metrics", ())]
+        if "metrics" in compiled:
+            compiled["metrics"] = [make() for make in compiled["metrics"]]
         model.compile(keras.optimizers.SGD(rate), **{"loss": "mse", **compiled})
     return model
 
@@ -82,6 +84,11 @@ def compute_metrics_of_an_object(world):
     return same(fitted(model), {"loss": LOSS, "two": 2 * LOSS})
 
 
+@case(*SYNCHRONOUS, error="compute_metrics of Doubles.*jit_compile=False")
+def compute_metrics_that_xla_compiles(world):
+    line(world, Doubles, jit_compile=True).fit(X, 0 * X, **FIT)
+
+
 class Results(keras.Model):
     def get_metrics_result(self):
         logs = super().get_metrics_result()
@@ -115,6 +122,15 @@ def reset_metrics(world):
     return {"loss": (found["loss"], [LOSS] * 2), "all": (model.get_metrics_result()["loss"], (2 * 19 + 1) / 11)}
 
 
+@case(*ALL)
+def reset_metrics_of_an_object(world):
+    model = line(world)
+    model.reset_metrics = lambda: None
+    found = model.fit(X, 0 * X, epochs=2, **FIT).history
+    evaluated = model.evaluate(X[:1], 0 * X[:1], verbose=0)
+    return {"loss": (found["loss"], [LOSS] * 2), "all": (evaluated, (2 * 19 + 1) / 11)}
+
+
 class OwnLoss(keras.Model):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return 3 * super().compute_loss(x, y, y_pred, sample_weight, training)
@@ -136,6 +152,18 @@ def compute_loss_of_an_object(world):
     model.compute_loss = lambda *args, **kwargs: 3 * of_class(*args, **kwargs)
     model.fit(X[:4], 0 * X[:4], **FIT)
     return {"kernel": (model.get_weights()[0], [[1 - 0.01 * 3 * 2 * 10 / 4]])}
+
+
+class Total(keras.Model):
+    def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
+        return tfdist.total(ops.sum((y_pred - y) ** 2))
+
+
+@case(*ALL)
+def compute_loss_of_a_sum(world):
+    model = line(world, Total, rate=0.01)
+    model.fit(X[:4], 0 * X[:4], **FIT)
+    return {"kernel": (model.get_weights()[0], [[1 - 0.01 * 2 * 10]])}
 
 
 def step(model, data):
@@ -169,6 +197,26 @@ def steps_of_an_object(world):
     return {
         "loss": ([history["loss"][0], history["two"][0]], [2.5, 5]),
         "kernels": ([m.get_weights()[0][0, 0] for m in (model, wrapped)], [w, w]),
+        "evaluated": ([evaluated["loss"], evaluated["two"]], [right, 2 * right]),
+    }
+
+
+class Steps(keras.Model):
+    train_step, test_step = step, tested
+
+
+@case(*ALL)
+def steps(world):
+    with world.scope():
+        model = line(world, Steps, rate=0.01)
+        model.mean = keras.metrics.Mean(name="mean")
+    history = model.fit(X[:4], 0 * X[:4], **FIT).history
+    w = 1 - 0.01 * 2 * 10 / 4
+    evaluated = model.evaluate(X, 0 * X, batch_size=4, verbose=0, return_dict=True)
+    right = (2.5 * 1 + 9) / 2 * w**2
+    return {
+        "loss": ([history["loss"][0], history["two"][0]], [2.5, 5]),
+        "kernel": (model.get_weights()[0], [[w]]),
         "evaluated": ([evaluated["loss"], evaluated["two"]], [right, 2 * right]),
     }
 
@@ -224,21 +272,29 @@ def a_function_around_keras_own_over_epochs(world):
     return {"loss": (found["loss"], losses), "kernel": (model.get_weights()[0], [[w]])}
 
 
+def wrap_function(model, name, wrap):
+    """Gives an object a `make_..._function` that wraps the function which the class makes."""
+    make, attribute = getattr(model, f"make_{name}"), name
+
+    def make_wrapped(force=False):
+        if getattr(model, attribute) is None or force:
+            make(force)
+            setattr(model, attribute, wrap(getattr(model, attribute)))
+        return getattr(model, attribute)
+
+    setattr(model, f"make_{name}", make_wrapped)
+
+
 @case(*ALL)
 def functions_of_an_object(world):
     model = line(world)
-    model.make_train_function()
-    make = model.make_train_function
-
-    def make_train_function(force=False):
-        make(force)
-        if not getattr(model.train_function, "adds", False):
-            model.train_function = adding(model.train_function)
-            model.train_function.adds = True
-
-    model.make_train_function = make_train_function
-    found = model.fit(X, 0 * X, **FIT).history
-    return {"loss": ([found["loss"][0], found["two"][0]], [LOSS, 2 * LOSS])}
+    wrap_function(model, "train_function", adding)
+    wrap_function(model, "test_function", adding)
+    wrap_function(model, "predict_function", lambda run: lambda batches: 2 * run(batches))
+    return {
+        **same(fitted(model), {"loss": LOSS, "two": 2 * LOSS}),
+        "predicted": (model.predict(X, batch_size=4, verbose=0), 2 * X),
+    }
 
 
 class Largest(keras.metrics.Metric):
@@ -332,6 +388,22 @@ def loops(world):
         "predict": (model.predict(X, verbose=0), 2 * X),
         "on_batch": ([model.train_on_batch(X, 0 * X), model.test_on_batch(X, 0 * X)], [2 * LOSS] * 2),
         "predict_on_batch": (model.predict_on_batch(X), 2 * X),
+    }
+
+
+@case(*ALL)
+def loops_of_an_object(world):
+    """`fit` calls the `evaluate` that the object was given."""
+    model = line(world)
+    evaluate, predict, on_batch = model.evaluate, model.predict, model.train_on_batch
+    model.evaluate = lambda *args, **kwargs: {**evaluate(*args, **{**kwargs, "return_dict": True}), "more": 7.0}
+    model.predict = lambda *args, **kwargs: 2 * predict(*args, **kwargs)
+    model.train_on_batch = lambda *args, **kwargs: 2 * on_batch(*args, **kwargs)
+    history = model.fit(X, 0 * X, validation_data=(X, 0 * X), **FIT).history
+    return {
+        "fit": ([history["loss"][0], history["val_loss"][0], history["val_more"][0]], [LOSS, LOSS, 7]),
+        "predict": (model.predict(X, verbose=0), 2 * X),
+        "on_batch": (model.train_on_batch(X, 0 * X), 2 * LOSS),
     }
 
 
