@@ -14,8 +14,6 @@ CASES = [
     ("multi_worker_mirrored", "before", "own"),
     ("mirrored", "after", "own"),
     ("mirrored", "before", "mlflow"),
-    ("mirrored", "after", "mlflow"),
-    ("multi_worker_mirrored", "before", "mlflow"),
 ]
 
 
