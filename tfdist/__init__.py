@@ -36,6 +36,7 @@ _HOMES = {
     "whole_batch": "step.whole_batch",
 }
 
+_PACKAGES = ("cluster", "compression", "config", "data", "monitoring")  # with public names of their own
 _WITH_KERAS = ("backup", "gradients", "step", "strategies", "training")
 
 __all__ = [
@@ -79,6 +80,8 @@ if TYPE_CHECKING:
 
 
 def __getattr__(name: str) -> Any:
+    if name in _PACKAGES:
+        return importlib.import_module(f"tfdist.{name}")
     if name not in _HOMES:
         raise AttributeError(f"module 'tfdist' has no attribute {name!r}")
     if _HOMES[name].partition(".")[0] in _WITH_KERAS:

@@ -90,12 +90,13 @@ class Engine(abc.ABC):
         """
 
     @abc.abstractmethod
-    def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
-        """Runs a step on one batch, which every replica of this process receives. Returns the logs of the step.
+    def run_batch(self, function: StepFunction, batch: Structure, is_whole: bool = True) -> Logs:
+        """Runs a step on one batch. Returns the logs of the step.
 
         Args:
             function: As of `run`.
             batch: The batch.
+            is_whole: Whether tensors are the batch of all replicas, of which each receives its part; else each receives all of them.
         """
 
     @abc.abstractmethod

@@ -302,6 +302,12 @@ def test_models_make_their_functions_where_the_trainer_does():
         assert keras_internals.KERAS_MAKE_FUNCTION in inspect.getsource(make), "seam step function has moved"
 
 
+def test_models_build_metrics_and_losses_by_these_methods():
+    build = inspect.getsource(getattr(keras.Model, keras_loops.KERAS_BUILD_BY_CALL))
+    for name in ("compute_metrics", keras_loops.KERAS_COMPUTE_LOSS):
+        assert f"self.{name}," in build, "seam building has moved"
+
+
 def test_datasets_tell_what_they_are_made_from_and_what_their_functions_draw():
     moved = "seam random state of data: {} has moved"
     generator, flip = tf.random.Generator.from_seed(1), keras.layers.RandomFlip()
@@ -408,12 +414,21 @@ def test_keras_divides_a_loss_by_what_the_strategy_says(strategy):
     assert strategy.num_replicas_in_sync == 2
 
 
+def test_keras_decorates_the_methods_that_train():
+    moved = "replaced methods: Keras no longer decorates its methods"
+    for name in ("fit", "evaluate", "predict"):
+        method = keras_internals.inherited_method(name)
+        cell = keras_internals.decorated_function_cell(method)
+        assert cell is not None, moved
+        assert cell.cell_contents.__name__ == name, moved
+
+
 def test_keras_tells_where_data_come_from():
     moved = "arrays: Keras has renamed its adapters"
     for name in keras_loops.KERAS_SELF_FEEDING:
         assert name in inspect.getsource(data_adapters), moved
     adapter = generator_data_adapter.GeneratorDataAdapter((np.ones((2, size)),) for size in (3, 3, 3))
-    assert len(adapter._first_batches) == 2, moved
+    assert len(getattr(adapter, keras_loops.KERAS_FIRST_BATCHES)) == 2, moved
     assert len(list(adapter.generator())) == 3, moved
     assert callable(tf_dataset_adapter.make_class_weight_map_fn), moved
 

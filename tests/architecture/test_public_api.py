@@ -5,6 +5,8 @@ from __future__ import annotations
 import ast
 import importlib
 import inspect
+import subprocess
+import sys
 
 import pytest
 
@@ -150,3 +152,8 @@ def test_no_module_uses_a_private_name_of_another_package():
 )
 def test_the_search_for_private_names_finds_them(source, names):
     assert private_names(ast.parse(source)) == names
+
+
+def test_packages_need_no_import_of_their_own():
+    code = "import tfdist; tfdist.data.arrays_from, tfdist.compression.TopK, tfdist.config.TrainConfig, tfdist.monitoring.TensorBoard"
+    subprocess.run([sys.executable, "-c", f"{code}, tfdist.cluster.free_ports"], check=True, timeout=120)

@@ -7,10 +7,11 @@ from tests.multiprocess import harness
 from tests.multiprocess.reports import cases
 
 words = sys.argv[1:]
-strategy = words.pop(0) if words[0] in (cases.MIRRORED, cases.WORKERS) else cases.SERVERS
+strategy = words.pop(0) if words[0] in cases.ALL else cases.SERVERS
 out, kind, *names = words
 
-trainer = tfdist.Trainer(strategy, **({"devices": 2} if strategy == cases.MIRRORED else {}))
+has_two_devices = strategy in (cases.MIRRORED, cases.TWO_EACH)
+trainer = tfdist.Trainer(strategy.partition(" ")[0], **({"devices": 2} if has_two_devices else {}))
 world = cases.World(trainer, strategy, out)
 known = cases.of_kind(kind)
 harness.store(out, world.rank, {name: cases.evaluate(known[name], world) for name in names})

@@ -306,7 +306,6 @@ def validations(loop):
         {"validation_split": 0.3, "validation_freq": 2},
         {"validation_split": 0.3, "validation_freq": [1, 3]},
         {**VALIDATION, "validation_steps": 2},
-        {"validation_data": generator(50), "validation_steps": 2},
     ):
         loop.fit(model, X, Y, batch_size=8, epochs=3, **arguments)
 

@@ -9,6 +9,7 @@ from typing import Any
 import keras
 
 from tfdist.backup import unsaved_randomness
+from tfdist.data.generator_batches import GeneratorBatches
 from tfdist.data.random_state import DatasetRandomState
 from tfdist.data.resume import replay
 from tfdist.data.source import DataSource, Passes
@@ -24,6 +25,8 @@ class LoopPosition:
         epoch_step: Steps done in this epoch.
         passes: Passes over the data that have begun: one for each epoch, or, with `steps_per_epoch`, one for several epochs.
         drawn: Steps done in the current pass.
+        generator_batches: If the data are a generator, its batches that all loops of the program have used.
+        validation_batches: The same for a generator of validation data.
     """
 
     step: int = 0
@@ -31,12 +34,17 @@ class LoopPosition:
     epoch_step: int = 0
     passes: int = 0
     drawn: int = 0
+    generator_batches: int = 0
+    validation_batches: int = 0
 
 
 class TrainingPasses(Passes):
     """The passes of a `fit`, whose position and random state (`state`) backups hold.
 
     To resume, earlier passes are replayed, and the current pass begins after the steps that are done. Callbacks do not see these steps again.
+
+    Attributes:
+        validation_generator: The batches of the generator that the validation data are; None for other data.
     """
 
     def __init__(
@@ -52,12 +60,19 @@ class TrainingPasses(Passes):
         reads_on = self.steps_per_epoch is not None
         self.state = DatasetRandomState(source.datasets, source.adapter, is_backed_up, reads_on)
         self._resumes = False
+        self.validation_generator: GeneratorBatches | None = None
+        # The random state at the beginning of this pass includes draws of batches that an earlier loop has read ahead.
+        self._continues_generator = bool(source.generator and source.generator.shared.used)
         source.before_reading = self.state.begin_items
 
     def resume(self, position: LoopPosition, own: Mapping[str, Any]) -> None:
         """Makes the next epoch continue from a position; `own` is this rank's part of the backup, which includes the state of the data."""
         self.position, self._resumes = position, True
         self.state.load(own, in_epoch=position.epoch_step > 0)
+        if self.source.generator:
+            self.source.generator.shared.used = position.generator_batches
+        if self.validation_generator:
+            self.validation_generator.used = position.validation_batches
 
     def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
         """Yields as `Passes.epoch` does, from the first step that is not done."""
@@ -78,6 +93,7 @@ class TrainingPasses(Passes):
         new, position.epoch_step = done - position.epoch_step, done
         position.step += new
         position.drawn += new
+        self._record_generators()
         return new
 
     def progress(self, epochs: int) -> dict[str, Any]:
@@ -89,6 +105,13 @@ class TrainingPasses(Passes):
     def next_epoch(self, epoch: int) -> None:
         """Records that an epoch, from 0, and its validation have ended."""
         self.position.epoch, self.position.epoch_step = epoch + 1, 0
+        self._record_generators()
+
+    def _record_generators(self) -> None:
+        if self.source.generator:
+            self.position.generator_batches = self.source.generator.shared.used
+        if self.validation_generator:
+            self.position.validation_batches = self.validation_generator.used
 
     def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
         """Yields why a resume will not be exact because of the data, and the remedies; callbacks may draw while a thread reads the data."""
@@ -125,5 +148,10 @@ class TrainingPasses(Passes):
             self.iterator = iter(())
             return
         self.source.makes_skipped = self.state.items_draw()
+        if self.source.generator:  # its next batch is the one after those that the backup counts
+            if not self._continues_generator:
+                self.state.prepare_replay(position.passes, in_pass)()
+            self.iterator = self._open_source()
+            return
         ready = self.state.prepare_replay(position.passes, in_pass)
         self.iterator = self.source.open_at(position.passes, position.drawn, ready)

@@ -6,6 +6,7 @@ the constants that begin with `KERAS_`. For losses see `keras_losses.py`, for Ke
 
 from __future__ import annotations
 
+import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -29,6 +30,8 @@ Method = Function
 
 KERAS_MAKE_FUNCTION = "_make_function"
 KERAS_MOMENTS = "_moments"
+_MAKE_PREDICTION = "_tfdist_make_prediction"
+KERAS_DECORATED = "fn"  # in Keras' decorator `filter_traceback`
 
 
 def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
@@ -37,14 +40,35 @@ def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
     return layers_of_model
 
 
+def is_keras_method(model: keras.Model, name: str) -> bool:
+    """Returns whether a model has Keras' own method of this name: no class and no assignment to the object overrides it."""
+    return getattr(getattr(model, name), "__func__", None) is getattr(keras.Model, name)
+
+
 def has_replaced_make_function(model: keras.Model) -> bool:
     """Returns whether `replace_make_function` was called for a model."""
     return KERAS_MAKE_FUNCTION in vars(model)
 
 
+def make_function(model: keras.Model) -> Method:
+    """Returns the method with which a model creates its training and test functions from a step."""
+    method: Method = getattr(model, KERAS_MAKE_FUNCTION)
+    return method
+
+
 def replace_make_function(model: keras.Model, new: Method) -> None:
     """Replaces the method with which a model creates its training and test functions from a step."""
     setattr(model, KERAS_MAKE_FUNCTION, new)
+
+
+def replace_make_prediction(model: keras.Model, new: Method) -> None:
+    """Sets the function with which `make_predict_function` of a model makes its prediction function (see `strategies/model_methods.py`)."""
+    setattr(model, _MAKE_PREDICTION, new)
+
+
+def make_prediction(model: keras.Model) -> Method | None:
+    """Returns the function that `replace_make_prediction` has set for a model, or None."""
+    return getattr(model, _MAKE_PREDICTION, None)
 
 
 def moments(layer: keras.layers.Layer) -> Method:
@@ -61,6 +85,17 @@ def has_replaced_moments(layer: keras.layers.Layer) -> bool:
 def replace_moments(layer: keras.layers.Layer, new: Method) -> None:
     """Replaces the method with which a BatchNormalization layer computes mean and variance."""
     setattr(layer, KERAS_MOMENTS, new)
+
+
+def inherited_method(name: str) -> Function | None:
+    """Returns the method that `keras.Model` inherits; None if it defines the method itself."""
+    return next((vars(base)[name] for base in keras.Model.__mro__[1:] if name in vars(base)), None)
+
+
+def decorated_function_cell(method: Function) -> types.CellType | None:
+    """Returns the cell that holds the function that Keras' filter of tracebacks calls; None for a method without this decorator."""
+    cells = dict(zip(method.__code__.co_freevars, method.__closure__ or (), strict=True))
+    return cells.get(KERAS_DECORATED)
 
 
 # Files

@@ -12,7 +12,7 @@ import functools
 import itertools
 import queue
 import random
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -34,7 +34,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import make_class_weigh
 from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist.aliases import Function, Logs, Structure
-from tfdist.compat import keras_metrics, tf_internals
+from tfdist.compat import keras_losses, keras_metrics, tf_internals
 
 __all__ = [
     "ArrayDataAdapter",
@@ -66,6 +66,7 @@ KERAS_SELF_FEEDING = ("PyDatasetAdapter", "GeneratorDataAdapter", "TorchDataLoad
 KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
 KERAS_ADAPTER_ITERATOR = "_get_iterator"
 KERAS_STANDARDIZE = "_standardize_batch"
+KERAS_FIRST_BATCHES = "_first_batches"
 
 
 def reads_python(adapter: DataAdapter) -> bool:
@@ -93,13 +94,28 @@ def adapted_dataset(adapter: DataAdapter) -> tf.data.Dataset:
     return dataset
 
 
-def generator_adapter(generator: Iterator[Structure]) -> GeneratorDataAdapter:
-    """Returns the data adapter of a generator of batches. Raises Keras' ValueError without a batch or without tuples."""
+def generator_adapter(read: Callable[[], Iterator[Structure]]) -> GeneratorDataAdapter:
+    """Returns the data adapter of a generator of batches. Raises Keras' ValueError without a batch or without tuples.
+
+    A pass after the generator's end yields its first batches again, as Keras' adapter does.
+
+    Args:
+        read: Returns the batches of a pass; the adapter reads the first ones at once.
+    """
 
     def present(batch: Structure) -> Structure:  # TensorFlow cannot split an absent sample_weight over replicas
         return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
 
-    return GeneratorDataAdapter(map(present, generator))
+    def batches() -> Iterator[Structure]:
+        remaining = map(present, read())
+        begin = list(itertools.islice(remaining, 1))
+        yield from begin or first
+        yield from remaining
+
+    adapter = GeneratorDataAdapter(map(present, read()))
+    first = getattr(adapter, KERAS_FIRST_BATCHES)
+    adapter.generator = batches
+    return adapter
 
 
 def dataset_reading(adapter: DataAdapter, batches: Function) -> tf.data.Dataset:
@@ -174,6 +190,7 @@ def _stopping(enqueuer: OrderedEnqueuer) -> Iterator[None]:
 # Models
 
 KERAS_BUILD_BY_CALL = "_symbolic_build"
+KERAS_COMPUTE_LOSS = "_compute_loss"
 
 
 def build_by_call(model: keras.Model, batch: Structure) -> None:
@@ -182,12 +199,40 @@ def build_by_call(model: keras.Model, batch: Structure) -> None:
     Raises:
         ValueError: The batch does not fit the model. Before Keras 3.14 Keras raises a RuntimeError with this error as its context.
     """
+    build = getattr(model, KERAS_BUILD_BY_CALL)
     try:
-        getattr(model, KERAS_BUILD_BY_CALL)(data_batch=batch)
+        try:
+            build(data_batch=batch)
+        except Exception:
+            if not model.run_eagerly:
+                raise
+            with _only_building(model):  # a metric or a loss may compute with NumPy, which needs values
+                build(data_batch=batch)
     except RuntimeError as e:
         if isinstance(e.__context__, ValueError):
             raise e.__context__ from e.__context__.__cause__
         raise
+
+
+@contextlib.contextmanager
+def _only_building(model: keras.Model) -> Iterator[None]:
+    """Makes a model build its compiled losses and metrics where Keras would compute them on the shapes of a batch."""
+    builders: dict[str, Function] = {
+        "compute_metrics": lambda x, y, y_pred, sample_weight=None: keras_metrics.compiled_metrics(model).build(
+            y, y_pred
+        ),
+        KERAS_COMPUTE_LOSS: lambda x, y, y_pred, **_: keras_losses.compiled_loss(model).build(y, y_pred),
+    }
+    before = {name: vars(model)[name] for name in builders if name in vars(model)}
+    for name, builder in builders.items():
+        setattr(model, name, builder)
+    try:
+        yield
+    finally:
+        for name in builders:
+            delattr(model, name)
+        for name, own in before.items():
+            setattr(model, name, own)
 
 
 def metrics_or_logs(model: keras.Model, logs: Logs) -> Logs:
@@ -234,5 +279,30 @@ def as_arrays(outputs: Structure) -> Structure:
 def concatenate_replicas(outputs: Structure, strategy: tf.distribute.Strategy, several_processes: bool) -> Structure:
     """Returns the concatenated outputs of all replicas of all workers, in the replicas' order. A collective."""
     if several_processes and tf_internals.num_replicas(strategy) > 1:  # Keras would order by local replica
-        return tf.nest.map_structure(lambda values: strategy.gather(values, axis=0), outputs)
+        return tf.nest.map_structure(lambda values: _gather(values, strategy), outputs)
     return reduce_per_replica(outputs, strategy, reduction="concat")
+
+
+def _gather(values: Structure, strategy: tf.distribute.Strategy) -> tf.Tensor:
+    if strategy.experimental_local_results(values)[0].dtype != tf.string:
+        return strategy.gather(values, axis=0)
+    longest = strategy.run(_longest, args=(values,))
+    length = tf.reduce_max(strategy.gather(longest, axis=0))
+    return _decoded(strategy.gather(strategy.run(_encoded, args=(values, length)), axis=0))
+
+
+def _longest(texts: tf.Tensor) -> tf.Tensor:
+    return tf.reduce_max(tf.concat([tf.reshape(tf.strings.length(texts), [-1]), [1]], 0), keepdims=True)
+
+
+def _encoded(texts: tf.Tensor, length: tf.Tensor) -> tf.Tensor:
+    """Returns the length and the bytes of each text as numbers of a dtype that all collectives support."""
+    codes = tf.io.decode_raw(texts, tf.uint8, fixed_length=length)
+    return tf.cast(tf.concat([tf.strings.length(texts)[..., tf.newaxis], tf.cast(codes, tf.int32)], -1), tf.float32)
+
+
+def _decoded(encoded: tf.Tensor) -> tf.Tensor:
+    """Returns the texts that `_encoded` has encoded."""
+    lengths, codes = tf.split(tf.cast(encoded, tf.int32), [1, tf.shape(encoded)[-1] - 1], -1)
+    letters = tf.gather(tf.constant([bytes([code]) for code in range(256)]), codes)
+    return tf.strings.substr(tf.strings.reduce_join(letters, -1), tf.zeros_like(lengths[..., 0]), lengths[..., 0])

@@ -225,6 +225,7 @@ TF_BATCH_SIZE = "_batch_size"
 TF_PARALLEL = "_num_parallel_calls"
 TF_ORDERED = "_deterministic"
 TF_NUMBER = "_{}"
+TF_TENSORS = "_tensors"
 
 
 def inputs(dataset: tf.data.Dataset) -> Sequence[tf.data.Dataset]:
@@ -237,6 +238,12 @@ def dataset_functions(dataset: tf.data.Dataset) -> Iterator[Any]:
     """Yields the concrete functions of a dataset, such as the one of `map`, without those of its inputs."""
     for wrapper in getattr(dataset, TF_FUNCTIONS)():
         yield wrapper.function
+
+
+def dataset_tensors(dataset: tf.data.Dataset) -> Sequence[tf.Tensor]:
+    """Returns the tensors of a `from_tensor_slices` or `from_tensors` dataset; those of another dataset are none."""
+    tensors: Sequence[tf.Tensor] = getattr(dataset, TF_TENSORS, ())
+    return tensors
 
 
 def repeat_count(dataset: RepeatDataset) -> int:

@@ -130,10 +130,15 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             yield _OUTSIDE.format(kind, outside[0])
     for optimizer in optimizers(model):
         yield from _optimizer_faults(model, optimizer)
-    if model.jit_compile and type(model).train_step is not keras.Model.train_step:
+    if model.jit_compile and not keras_internals.is_keras_method(model, "train_step"):
         yield (
             f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
             "more after them: compile the model with jit_compile=False."
+        )
+    if model.jit_compile and not keras_internals.is_keras_method(model, "compute_metrics"):
+        yield (
+            f"jit_compile=True: XLA hides what the compute_metrics of {type(model).__name__} computes from metrics, so that the logs would be "
+            "means of the replicas' values: compile the model with jit_compile=False, or override get_metrics_result instead."
         )
     if model.jit_compile and (
         synchronized := [x.name for x in keras_internals.layers(model) if getattr(x, "synchronized", False)]
@@ -142,7 +147,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             f"jit_compile=True: the layer {synchronized[0]} is synchronized=True and sums over the replicas during the step, which XLA "
             "cannot compile: compile the model with jit_compile=False, or make the layer without synchronized."
         )
-    if isinstance(type(model).train_step, tf.types.experimental.PolymorphicFunction):
+    if isinstance(vars(model).get("train_step", type(model).train_step), tf.types.experimental.PolymorphicFunction):
         yield (
             f"The train_step of {type(model).__name__} is a tf.function, in which TensorFlow does not let replicas reduce: "
             "leave @tf.function out, because the Trainer compiles the step."

@@ -36,7 +36,7 @@ class StrategyTraits:
     """
 
     factory: str = ""
-    engine: str = "tfdist.step.execution:SynchronousEngine"
+    engine: str = "tfdist.step.synchronous_engine:SynchronousEngine"
     tensorflow: str = ""
     several_processes: bool = False
     asynchronous: bool = False

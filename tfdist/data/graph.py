@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
+from tfdist.aliases import Structure
 from tfdist.compat import tf_internals
 
 # The transformations that determine the order of elements, by TensorFlow's name: the method's name and its numbers. Others, such as
@@ -30,6 +32,8 @@ _METHODS = {
     "Unbatch": ("unbatch", ()),
 }
 
+_LEAST_ROWS = 16  # of tensors in functions that are compared; smaller ones may be seeds or options of one worker
+
 
 def walk(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
     """Yields a dataset and its input datasets, except datasets that its functions create."""
@@ -49,10 +53,41 @@ def nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
         yield from scope.values()
 
 
+def tensors(dataset: tf.data.Dataset) -> list[Structure]:
+    """Returns the values in memory from which a dataset makes its elements, in an order that is the same in all processes.
+
+    These are the tensors of `from_tensor_slices` and `from_tensors`, and tensors of several rows in functions, such as a table that `map` gathers
+    from. Of strings only the part after the last slash is returned: tasks may find the same files in different folders.
+    """
+    found: list[Structure] = []
+    for node in walk(dataset):
+        found.extend(tf_internals.dataset_tensors(node))
+        for function in functions(node):
+            found.extend(value for value in function.captured_inputs if _has_rows(value.shape))
+            found.extend(_tables(function.graph))
+    return [_without_folder(value) for value in found if value.dtype not in (tf.variant, tf.resource)]
+
+
+def _tables(graph: tf.Graph) -> Iterator[np.ndarray]:
+    for node in nodes(graph):
+        if node.op == "Const" and node.attr["dtype"].type != tf.string:
+            constant = node.attr["value"].tensor
+            if _has_rows(tf.TensorShape(constant.tensor_shape)):
+                yield tf.make_ndarray(constant)
+
+
+def _has_rows(shape: tf.TensorShape) -> bool:
+    return bool(shape.rank and shape[0] is not None and shape[0] >= _LEAST_ROWS)
+
+
+def _without_folder(value: Structure) -> Structure:
+    return tf.strings.regex_replace(value, r".*[/\\]", "") if value.dtype == tf.string else value
+
+
 def describe_order(dataset: tf.data.Dataset) -> list[str]:
     """Returns the transformations that determine the order of elements, from the source on, with their numbers and seeds.
 
-    It reads only the graph. It does not see the values of the source (arrays, file names, Python generators), numbers and
+    It reads only the graph. It does not see the values of the source (`tensors` returns those in memory), numbers and
     transformations within functions, or random numbers that `map` draws.
 
     Args:

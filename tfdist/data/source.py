@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfdist.aliases import Data, DataIterator, Spec, Structure
 from tfdist.compat import keras_loops
 from tfdist.data import resume
+from tfdist.data.generator_batches import GeneratorReading
 
 OpenAt = Callable[[int, int, Callable[[], None]], Any]
 
@@ -35,6 +36,7 @@ class DataSource:
     Attributes:
         adapter: Keras' data adapter, with hooks for the beginning and the end of an epoch.
         before_reading: Called in a new pass over Python data, before the first item is made.
+        generator: The passes over a Python generator; None for other data.
         makes_skipped: Whether `open_at` makes the items of skipped steps, because items draw random numbers.
     """
 
@@ -56,6 +58,7 @@ class DataSource:
         self._open_at = open_at
         self.before_reading: Callable[[], None] = lambda: None
         self.makes_skipped = True
+        self.generator: GeneratorReading | None = None
 
     def open(self) -> DataIterator:
         """Returns an iterator of a new pass."""
@@ -81,6 +84,8 @@ class DataSource:
         Args:
             steps: The number of steps.
         """
+        if self.generator:
+            self.generator.use(steps)
 
     def close(self) -> None:
         """Ends the current pass."""
@@ -152,6 +157,8 @@ class Passes:
             self._open()
         begin = first
         while total is None or begin < total:
+            if self.source.generator and self.source.generator.is_interrupted:
+                self._open()
             if total is not None and self._num_batches and self._seen >= self._num_batches:
                 if self.steps_per_epoch:
                     warnings.warn(_RAN_OUT, stacklevel=2)
@@ -189,11 +196,16 @@ class Passes:
         self._seen = 0
         self._begin_pass()
         if is_read or not self.source.datasets:
-            self.iterator = self.source.open()
+            self.iterator = self._open_source()
             return
         for dataset in self.source.datasets:
             resume.replay(dataset, 1, reads=False)
         self.iterator = iter(())
+
+    def _open_source(self) -> DataIterator:
+        if self.source.generator:
+            self.source.generator.begin()
+        return self.source.open()
 
 
 def limited_steps(steps: int | None) -> int | None:

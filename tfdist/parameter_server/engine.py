@@ -31,7 +31,7 @@ from tfdist.engine import Engine
 from tfdist.errors import ConfigError
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.parameter_server import server
-from tfdist.parameter_server.execution import Execution, drain_first, drain_steps
+from tfdist.parameter_server.execution import Execution, MakeExecution, drain_first, drain_steps, executions
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
 from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_server
 from tfdist.parameter_server.worker_dataset import PipelinesIterator, WorkerDataset
@@ -53,16 +53,16 @@ class ParameterServerEngine(Engine):
         self.num_replicas = self.scheduler.workers
         self._preemption = server.PreemptionListener()
         self._depth = 0  # of nested loops
+        self.remaining_steps: int | None = None  # of the epoch, while a function of the user's runs
 
     def attach(self, model: keras.Model) -> None:
         """Replaces the training, test and predict functions of `model` by this engine's. In place."""
         if not keras_internals.has_replaced_make_function(model):
-            keras_internals.replace_make_function(model, functools.partial(Execution, model, self, self.scheduler))
+            keras_internals.replace_make_function(model, MakeExecution(model, self, self.scheduler))
             for method in _DRAIN_FIRST_METHODS:
-                setattr(model, method, functools.partial(drain_first, model, method))
-            model.train_function = model.test_function = None
-        if not isinstance(model.predict_function, Predictor):
-            model.predict_function = Predictor(model, self.scheduler)
+                setattr(model, method, functools.partial(drain_first, model, getattr(model, method)))
+            keras_internals.replace_make_prediction(model, functools.partial(Predictor, model, self.scheduler))
+            model.train_function = model.test_function = model.predict_function = None
         for optimizer in optimizer_search.optimizers(model):
             update_on_servers(optimizer)
 
@@ -75,9 +75,8 @@ class ParameterServerEngine(Engine):
                 yield
         finally:
             self._depth -= 1
-            for function in (model.train_function, model.test_function):
-                if not self._depth and isinstance(function, Execution):
-                    function.end()
+            for execution in executions(model) if not self._depth else ():
+                execution.end()
 
     def source(self, dataset: tf.data.Dataset, steps: int | None) -> DataSource:
         """Returns the source of a dataset that the chief reads; the chief sends each batch to one worker."""
@@ -99,16 +98,19 @@ class ParameterServerEngine(Engine):
         return DataSource(data.parts(1, [0], start, steps), (), steps, 1, open_at, per_epoch)
 
     def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:
-        return (
-            function.run(iterator, remaining_steps)
-            if isinstance(function, Execution)
-            else run_to_end(function, iterator)
-        )
+        if isinstance(function, Execution):
+            return function.run(iterator, remaining_steps)
+        self.remaining_steps = remaining_steps
+        try:
+            return run_to_end(function, iterator)
+        finally:
+            self.remaining_steps = None
 
-    def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
+    def run_batch(self, function: StepFunction, batch: Structure, is_whole: bool = True) -> Logs:
         return function(iter([batch]))
 
     def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
+        drain_steps(model)  # the user may have assigned the model another `get_metrics_result`
         return keras_loops.metrics_or_logs(model, logs)
 
     def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Structure]:
@@ -122,6 +124,9 @@ class ParameterServerEngine(Engine):
 
         def predict(count: int) -> Structure:
             nonlocal outputs
+            if not isinstance(model.predict_function, Predictor):
+                batches = list(itertools.islice(passes.iterator, count))
+                return model.predict_function(batches) if batches else None
             outputs = outputs or model.predict_function.all_outputs(passes.iterator, steps)
             return concatenated(list(itertools.islice(outputs, count)))
 

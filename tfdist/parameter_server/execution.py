@@ -18,8 +18,8 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.aliases import DataIterator, Step, Structure
-from tfdist.compat import unsupported
+from tfdist.aliases import DataIterator, Function, Step, Structure
+from tfdist.compat import keras_internals, unsupported
 from tfdist.engine import Engine, RunningMeans
 from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFlight, Scheduler
 from tfdist.parameter_server.worker_dataset import PipelinesIterator
@@ -44,12 +44,13 @@ class Execution:
     def __init__(self, model: keras.Model, engine: Engine, scheduler: Scheduler, step: Step):
         unsupported.check_model(model)  # the model may have been recompiled
         engine.attach(model)
+        self._engine = engine
         self.measured, self.step_ms = RunningMeans(), RunningMeans()
         self._ended, self._lock = 0, threading.Lock()  # number of ended steps, over all threads
         self._model = model
         self._scheduler = scheduler
         self._step = step
-        self._trains = step == model.train_step
+        self.trains = step == model.train_step
         self._steps = int(model.steps_per_execution)
         self._unread_limit = max(_UNREAD * scheduler.workers, _UNREAD_LEAST)
         self._worker_step: WorkerStep | None = None
@@ -60,7 +61,7 @@ class Execution:
 
     def _reset(self) -> None:
         # Ordered results give an evaluation the same sums in every run.
-        self._flight = InFlight(self._scheduler, self._end_step, ordered=not self._trains)
+        self._flight = InFlight(self._scheduler, self._end_step, ordered=not self.trains)
         # The traced step, its row and its function, by attempt id.
         self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}
         self._free = collections.deque(range(ROWS * self._scheduler.workers))
@@ -69,7 +70,7 @@ class Execution:
 
     def __call__(self, iterator: DataIterator) -> dict[str, Any]:
         """Schedules the steps of one execution, and returns the logs so far. Raises StopIteration at the end of the data."""
-        logs = self.run(iterator)
+        logs = self.run(iterator, getattr(self._engine, "remaining_steps", None))
         if logs is None:
             raise StopIteration
         return logs
@@ -116,7 +117,7 @@ class Execution:
             self._flight.wait_after_error()
             with contextlib.suppress(tf.errors.OpError):  # the servers may be lost
                 self._read()
-        if self._trains:
+        if self.trains:
             self._scheduler.retried_steps += self._flight.retries
         self._reset()
 
@@ -127,7 +128,7 @@ class Execution:
         if self._steps_since_drain is None:
             step.begin()
             self._steps_since_drain, self._logs = 0, {}
-        if isinstance(iterator, PipelinesIterator) and not self._trains:
+        if isinstance(iterator, PipelinesIterator) and not self.trains:
             self._steps_since_drain = None
             self._count_pipelines(step, iterator, remaining_steps)
             return
@@ -210,15 +211,34 @@ def _run_on(data: Structure, run: Callable[[DataIterator], Structure], worker: i
     return run(data)
 
 
-def drain_first(model: keras.Model, method: str, *args: Any, **kwargs: Any) -> Any:
+class MakeExecution:
+    """Makes a model's functions. `made` holds the newest `Execution` of its training step and of its test step."""
+
+    def __init__(self, model: keras.Model, engine: Engine, scheduler: Scheduler):
+        self._arguments = model, engine, scheduler
+        self.made: dict[bool, Execution] = {}
+
+    def __call__(self, step: Step) -> Execution:
+        """Returns the function of a step."""
+        execution = Execution(*self._arguments, step)
+        self.made[execution.trains] = execution
+        return execution
+
+
+def executions(model: keras.Model) -> list[Execution]:
+    """Returns the newest executions of a model, also if its own functions call them."""
+    make = keras_internals.make_function(model)
+    return list(make.made.values()) if isinstance(make, MakeExecution) else []
+
+
+def drain_first(model: keras.Model, method: Function, *args: Any, **kwargs: Any) -> Any:
     """Calls a method of a model after all scheduled steps are counted, because callbacks read metrics and save within an epoch."""
     if not tf.inside_function():  # not while a step is traced
         drain_steps(model)
-    return getattr(type(model), method)(model, *args, **kwargs)
+    return method(*args, **kwargs)
 
 
 def drain_steps(model: keras.Model) -> None:
     """Waits until all scheduled steps of `model` are counted."""
-    for function in (model.train_function, model.test_function):
-        if drain := getattr(function, "drain", None):
-            drain()
+    for execution in executions(model):
+        execution.drain()

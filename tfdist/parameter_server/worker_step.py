@@ -54,6 +54,7 @@ class WorkerStep:
     def __init__(self, model: keras.Model, step: Step, rows: int = 0):
         self._model = model
         self._step = step
+        self.name = getattr(step, "__name__", "step")  # a callable object has none
         self._predicts = step == model.predict_step
         self._rows = rows
         optimizers = optimizer_search.optimizers(model)
@@ -120,12 +121,12 @@ class WorkerStep:
         try:
             function = run_outside_strategy_scope(lambda: self._functions[returns].get_concrete_function(form, inputs))
         except StopIteration as e:
-            raise stop_iteration_error(f"The model's {self._step.__name__}", e) from e
+            raise stop_iteration_error(f"The model's {self.name}", e) from e
         except Exception as e:
             if "out of scope" not in str(e):
                 raise
             raise ConfigError(
-                f"The {self._step.__name__} assigns a keras.Variable (an optimizer's, BatchNorm's or a metric's, for example) "
+                f"The {self.name} assigns a keras.Variable (an optimizer's, BatchNorm's or a metric's, for example) "
                 "within tf.cond, tf.while_loop or a nested tf.function, from which parameter_server cannot read the value: "
                 "assign it outside, and leave out @tf.function."
             ) from e
@@ -229,7 +230,7 @@ class WorkerStep:
         for value in values:
             if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
                 raise ConfigError(
-                    f"A {self._step.__name__} must return numbers of known shape. {type(self._model).__name__} returns "
+                    f"A {self.name} must return numbers of known shape. {type(self._model).__name__} returns "
                     f"{value.dtype.name} of shape {value.shape}."
                 )
         return values
@@ -248,7 +249,7 @@ class WorkerStep:
         known = {id(v) for v in (*self._servers, *self._metrics, *self._iterations, *self._scalars, *self._seeds)}
         if set(scope.state_mapping) - known:
             raise ConfigError(
-                f"{self._step.__name__} assigns a keras.Variable that belonged to none of the model's layers, metrics and "
+                f"{self.name} assigns a keras.Variable that belonged to none of the model's layers, metrics and "
                 "optimizers when it began: make it an attribute of the model or of a layer, and build it before fit."
             )
 
@@ -264,7 +265,7 @@ class WorkerStep:
 
         # Adds the rows sequentially, as one process would.
         tf.while_loop(lambda row: row < tf.shape(rows)[0], one, [0], parallel_iterations=1)
-        results = type(self._model).get_metrics_result(self._model)
+        results = self._model.get_metrics_result()
         now = dict(zip(traced.held, (variable.value.read_value() for variable in self._metrics), strict=True))
         return {**results, **graph_copies.copy_to_current_graph(lambda tensor: now.get(id(tensor)), traced.computed)}
 

@@ -14,7 +14,8 @@ from typing import NamedTuple
 import tensorflow as tf
 
 from tfdist.aliases import Spec, Structure
-from tfdist.compat.tf_internals import num_replicas
+from tfdist.compat.tf_internals import num_replicas, regroup
+from tfdist.strategy import Strategy
 
 ENDED_EARLY = "The data of this worker have ended before those of another one."
 
@@ -147,9 +148,32 @@ def local_rows(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> list[int]
     return [int(counts[0, 0]) for counts in strategy.experimental_local_results(dealt.counts)]
 
 
-def part_of_batch(batch: Structure, strategy: tf.distribute.Strategy) -> SplitBatch:
-    """Returns this replica's part of a batch that all replicas receive. In a replica."""
-    return _part(batch, _replica(), num_replicas(strategy))
+def split_whole(batch: Structure, strategy: Strategy) -> Structure:
+    """Splits a batch that every worker passes whole, as a loop splits the batches of a dataset. Outside of replicas.
+
+    Args:
+        batch: Tensors, or None for absent parts. With `strategy.batches_are_parts`, each worker's own part of the batch.
+        strategy: The strategy of the replicas.
+
+    Returns:
+        The `SplitBatch` of each replica of this process; `batch` itself if it is distributed already, or has no rows to split.
+    """
+    tensors = [value for value in tf.nest.flatten(batch) if value is not None]
+    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+    has_rows = bool(tensors) and all(isinstance(value, kinds) and value.shape.rank for value in tensors)
+    if isinstance(batch, SplitBatch) or not has_rows or num_replicas(strategy) == 1:
+        return batch
+    if not strategy.batches_are_parts:
+        replicas = num_replicas(strategy)
+        return regroup(tuple(_part(batch, number, replicas) for number in strategy.local_replicas))
+    replicas = len(strategy.local_replicas)
+    return regroup(tuple(_with_own_count(_part(batch, number, replicas)) for number in range(replicas)))
+
+
+def _with_own_count(part: SplitBatch) -> SplitBatch:
+    """Returns a part of this worker's rows, of which the other workers do not know the number."""
+    own = part.counts[:, :1]  # type: ignore[index]
+    return SplitBatch(part.batch, tf.concat([own, tf.minimum(own, 1)], 1))
 
 
 def counted_rows(outputs: Structure, dealt: SplitBatch) -> Structure:
@@ -200,7 +224,7 @@ def batch_of(dataset: tf.data.Dataset, element: tuple[Structure, ...]) -> Struct
 
 
 def num_rows(batch: Structure) -> tf.Tensor:
-    first = tf.nest.flatten(batch)[0]
+    first = next(value for value in tf.nest.flatten(batch) if value is not None)
     if isinstance(first, tf.RaggedTensor):
         return first.nrows()
     return first.dense_shape[0] if isinstance(first, tf.SparseTensor) else tf.shape(first)[0]
@@ -222,6 +246,8 @@ def rows_of(batch: Structure, begin: tf.Tensor, end: tf.Tensor) -> Structure:
     """Returns the examples from `begin` (inclusive) to `end` (exclusive)."""
 
     def take(values: Structure) -> Structure:
+        if values is None:  # an absent sample_weight
+            return None
         if not isinstance(values, tf.SparseTensor):
             return values[begin:end]
         shape = tf.shape(values, out_type=tf.int64)

@@ -11,18 +11,14 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import keras
-import numpy as np
 import tensorflow as tf
 
-from tfdist.aliases import Data, DataIterator, Function, Logs, Step, StepFunction, Structure
+from tfdist.aliases import DataIterator, Function, Logs, Step, Structure
 from tfdist.collectives.communicator import tree_sum
 from tfdist.collectives.own_time import OwnTime
-from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_cluster, tf_internals, unsupported
+from tfdist.compat import keras_internals, optimizer_search, tf_cluster, tf_internals, unsupported
 from tfdist.compression.base import Compressor
-from tfdist.data import worker_rows
-from tfdist.data.source import DataSource, run_to_end
-from tfdist.data.stored import StoredData
-from tfdist.engine import Engine, RunningMeans
+from tfdist.engine import RunningMeans
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.gradients.optimizer import skipped_updates
@@ -39,6 +35,22 @@ from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT
 from tfdist.strategy import Strategy
 
 _FLAGS_DTYPE = "float32"  # the type of the workers' flags, which are averaged with the logs of that type
+
+
+class UndrawnIterator:
+    """The iterator of a loop for a function of the user's: it goes to the `Execution` that the function calls, which draws the batches."""
+
+    def __init__(self, iterator: DataIterator):
+        self.iterator = iterator
+
+    def __iter__(self) -> UndrawnIterator:
+        return self
+
+    def __next__(self) -> Structure:
+        raise ConfigError(
+            "The model's own make_train_function or make_test_function draws a batch by next(iterator), and a batch is in parts, one for each "
+            "replica. Override train_step or test_step instead, or pass the iterator to the function that super() makes."
+        )
 
 
 class Execution:
@@ -59,12 +71,12 @@ class Execution:
         attach(model, compression, nan_policy)
         self.agreed_flags: tf.Tensor | None = None
         self.logs: Mapping[str, Any] | None = None
-        self.step_name = getattr(step, "__name__", "step")
         self.measured, self.input_seconds = RunningMeans(), 0.0
         self._stops = nan_policy == "stop"  # "stop" needs the loss of the skipped step
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
+        self.step_name = self._replica.name
         self._fetching, self._is_fetching = _fetch_flag(self._strategy)
         if self._strategy.num_workers > 1 and self._strategy.own_time is None:
             self._strategy.own_time = OwnTime()
@@ -81,14 +93,18 @@ class Execution:
 
     def __call__(self, iterator: DataIterator) -> Mapping[str, Any]:
         """Runs an execution, as Keras' own function does. Raises StopIteration if no batch remains."""
+        if isinstance(iterator, UndrawnIterator):
+            iterator = iterator.iterator
         if not isinstance(iterator, (tf.data.Iterator, tf.distribute.DistributedIterator)):
             for _, batch in zip(range(self._steps), iterator, strict=False):
-                logs = self.run_batch(batch)
-            return logs
+                self.run_batch(batch)
+            return self.exact_logs()
         last_logs = self.run(iterator)
         if last_logs is None:
             raise StopIteration
-        return last_logs
+        model = self._replica.model
+        is_wrapped = self not in (model.train_function, model.test_function)
+        return self.exact_logs() if is_wrapped else last_logs
 
     def run(self, iterator: DataIterator, left: int | None = None) -> Mapping[str, Any] | None:
         """Runs an execution of at most `left` steps. Returns the last step's logs, averaged over the replicas; None if no batch remains.
@@ -105,11 +121,14 @@ class Execution:
                 self._fetching.assign(False)
             return None
 
-    def run_batch(self, batch: Structure) -> Mapping[str, Any]:
-        """Runs a step on one batch. Returns its logs, averaged over the replicas; raises the errors of `run`."""
+    def run_batch(self, batch: Structure, is_whole: bool = True) -> Mapping[str, Any]:
+        """Runs a step on one batch. Returns its logs, averaged over the replicas; raises the errors of `run`.
+
+        Each replica receives its part of tensors if `is_whole`, else all of them.
+        """
 
         def execute() -> Mapping[str, Any]:
-            logs, self.agreed_flags = self._batch(tf.nest.map_structure(as_tensor, batch))
+            logs, self.agreed_flags = self._batch(tf.nest.map_structure(as_tensor, batch), is_whole)
             return logs
 
         return self._checked(execute)
@@ -148,6 +167,14 @@ class Execution:
     def computed_logs(self) -> dict[str, Any]:
         """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""
         return self._replica.computed.now() if self._replica.computed else {}
+
+    def exact_logs(self) -> Mapping[str, Any]:
+        """Returns the logs of the last step, those of metrics computed from all replicas. A collective if workers hold the metrics."""
+        if self._strategy.num_replicas_in_sync == 1:
+            return self.logs or {}
+        if self._replica.computes_logs:
+            return {**(self.logs or {}), **self.computed_logs()}
+        return {name: as_number(value) for name, value in self._replica.model.get_metrics_result().items()}
 
     def _execute(self, iterator: DataIterator, left: int | None) -> Mapping[str, Any]:
         execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
@@ -208,8 +235,10 @@ class Execution:
         with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
             return self._run_one(data, tf.identity(totals))
 
-    def _run_batch(self, data: Structure) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+    def _run_batch(self, data: Structure, is_whole: bool) -> tuple[Mapping[str, Any], tf.Tensor | None]:
         _count_trace()
+        if is_whole:
+            data = batch_splitting.split_whole(data, self._strategy)
         with self._measured_step():
             return self._reduced(self._run_one(data))
 
@@ -372,10 +401,9 @@ def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[Non
 def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:
     """Makes Keras use `Execution` and `Prediction` for `model`, and its optimizers reduce gradients before they use them, in place."""
     if not keras_internals.has_replaced_make_function(model):
-        model.train_function = model.test_function = None
+        model.train_function = model.test_function = model.predict_function = None
     keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
-    if type(model).make_predict_function is keras.Model.make_predict_function:
-        model.make_predict_function = functools.partial(_make_predict_function, model)
+    keras_internals.replace_make_prediction(model, functools.partial(Prediction, model))
     synchronized_norm.synchronize_moments(model)
     for optimizer in optimizer_search.optimizers(model):
         several = model.distribute_strategy.num_replicas_in_sync > 1
@@ -387,99 +415,6 @@ def attach(model: keras.Model, compression: Compressor | None = None, nan_policy
             deduplicate_rows_before_update(optimizer)
 
 
-def _make_predict_function(model: keras.Model, force: bool = False) -> Any:
-    """Replaces Keras' method, which `predict` calls; makes the function once for each `compile`."""
-    if model.predict_function is None or force:
-        model.predict_function = Prediction(model)
-    return model.predict_function
-
-
-def _as_number(value: Structure) -> Any:
+def as_number(value: Structure) -> Any:
+    """Returns the value of a variable among logs; returns other logs unchanged."""
     return keras.ops.convert_to_numpy(value) if isinstance(value, (keras.Variable, tf.Variable)) else value
-
-
-class SynchronousEngine(Engine):
-    """The engine of strategies with synchronous replicas: the sum of their gradients updates all weights."""
-
-    def __init__(self, strategy: Strategy, compressor: Compressor | None = None):
-        self.strategy = strategy
-        self.compressor = compressor
-        self.num_replicas = strategy.num_replicas_in_sync
-
-    def attach(self, model: keras.Model) -> None:
-        attach(model, self.compressor, self.nan_policy)
-
-    def source(self, dataset: Data, steps: int | None) -> DataSource:
-        source: DataSource = self.strategy.source(dataset, steps)
-        return source
-
-    def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
-        source: DataSource = self.strategy.source_from_function(make)
-        return source
-
-    def source_from_stored(self, data: StoredData, start: int, steps: int | None) -> DataSource:
-        source: DataSource = self.strategy.source_from_stored(data, start, steps)
-        return source
-
-    def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:
-        if isinstance(function, Execution):
-            return function.run(iterator, remaining_steps)
-        return run_to_end(function, iterator)
-
-    def run_batch(self, function: StepFunction, batch: Structure) -> Logs:
-        return function.run_batch(batch) if isinstance(function, Execution) else function(iter([batch]))
-
-    def own_step_ms(self, model: keras.Model, steps: int) -> Mapping[str, float]:
-        own_time, function = self.strategy.own_time, model.train_function
-        if own_time is None or self.ranks is None or self.ranks.size == 1:
-            return {}
-        seconds = own_time.take()
-        if not steps:
-            return {}
-        ms = 1000 * seconds / steps
-        gathered = self.ranks.gather(ms)[:, 0]
-        if not np.isfinite(gathered).all():
-            return {}
-        if isinstance(function, Execution):
-            function.measured.add("perf/own_step_ms", ms)
-        return dict(zip(self.ranks.names, gathered.tolist(), strict=True))
-
-    def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
-        """Implements `Engine.epoch_logs`. Reads variables in the logs now, because validation would change them before callbacks receive the logs."""
-        results = keras_loops.metrics_or_logs(model, logs)
-        if results is not logs:
-            results = {name: _as_number(value) for name, value in results.items()}
-        if isinstance(function, Execution) and results is not None and results is function.logs:
-            return {**logs, **function.computed_logs()}
-        return results
-
-    def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Structure]:
-
-        def predict(count: int) -> Structure:
-            batches: list[Structure] = []
-            with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-                while len(batches) < count:
-                    batches.append(next(passes.iterator))
-            if not batches:
-                return None
-            try:
-                return model.predict_function(batches)
-            except StopIteration:
-                return None
-
-        return predict
-
-    def data_to_predict(self, model: keras.Model, data: Structure) -> Structure:
-        """Implements `Engine.data_to_predict`; a dataset is sharded by batches, unless each worker has its own."""
-        has_peers = self.strategy.traits.several_processes and self.strategy.num_workers > 1
-        if not isinstance(data, tf.data.Dataset) or (worker_rows.is_own(data) and has_peers):
-            return data
-        options = tf.data.Options()
-        options.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.DATA
-        return data.with_options(options)
-
-    def predict_batch(self, model: keras.Model, batch: Structure) -> Structure:
-        function = model.predict_function
-        if isinstance(function, Prediction):
-            return function([batch], is_whole=self.strategy.num_replicas_in_sync > 1)
-        return function([batch])

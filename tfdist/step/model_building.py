@@ -42,7 +42,7 @@ def build(model: keras.Model, step: str, batch: Structure, parts: int | None = N
         batch = tf.nest.map_structure(functools.partial(_of_replica, parts=parts), batch)
     unused = _unused.setdefault(model, {})
     with phase("building", is_first=True), model.distribute_strategy.scope():
-        if getattr(type(model), step) is getattr(keras.Model, step):
+        if keras_internals.is_keras_method(model, step):
             _by_call(model, batch)
         elif (unbuilt := _unbuilt(model) - unused.get(step, set())) and not _by_keras_step(model, step, unbuilt):
             try:
@@ -69,7 +69,7 @@ def _by_keras_step(model: keras.Model, step: str, unbuilt: set[int]) -> bool:
     known = {id(model.optimizer)}
     if loss is not None and not tf.nest.is_nested(model.loss):
         known.add(id(loss))  # the loss has no variables, and the first run of the step builds it
-    if unbuilt - known or not _calls_keras_step(type(model), step):
+    if unbuilt - known or step in vars(model) or not _calls_keras_step(type(model), step):
         return False
     if id(model.optimizer) in unbuilt and step == "train_step":
         model.optimizer.build(model.trainable_weights)
@@ -109,7 +109,7 @@ def trace(step: Step, model: keras.Model, batch: Structure) -> None:
     """Traces the step, and drops the graph. Variables that the step makes are created outside of the graph."""
     strategy = model.distribute_strategy
     with (
-        tf_internals.FuncGraph(step.__name__).as_default(),
+        tf_internals.FuncGraph(getattr(step, "__name__", "step")).as_default(),
         tf.variable_creator_scope(functools.partial(_outside_of_graphs, strategy)),
         tf.distribute.ReplicaContext(strategy, 0),
         strategy.as_one_replica(),

@@ -40,8 +40,8 @@ class Prediction:
                 self._step = tf.function(self._step, reduce_retracing=True, jit_compile=True)
             self._run = tf.function(self._run_one, reduce_retracing=True, autograph=False)
 
-    def __call__(self, batches: Sequence[Structure], is_whole: bool = False) -> Structure:
-        """Returns the outputs of a list of batches, concatenated. If `is_whole`, every replica receives all rows and predicts its part.
+    def __call__(self, batches: Sequence[Structure], is_whole: bool = True) -> Structure:
+        """Returns the outputs of a list of batches, concatenated. Each replica predicts its part of tensors if `is_whole`, else all of them.
 
         Raises StopIteration if no example remains, and RuntimeError if the user's step raises StopIteration.
         """
@@ -62,11 +62,13 @@ class Prediction:
     def _run_one(self, data: Structure, is_whole: bool) -> Structure:
         """Predicts one batch."""
         counts = equal_weights.guard(self._strategy, self._model.weights)
+        if is_whole:
+            data = batch_splitting.split_whole(data, self._strategy)
 
         def replica(data: Structure) -> Structure:
             data = batch_splitting.without_optionals(data)
             if not isinstance(data, SplitBatch):
-                data = batch_splitting.part_of_batch(data, self._strategy) if is_whole else SplitBatch(data, None)
+                data = SplitBatch(data, None)
             context = self._context(data)
             with step_context.running(context):
                 outputs = self._step(batch_splitting.relax_size(data.batch) if counts else data.batch)

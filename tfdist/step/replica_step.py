@@ -27,19 +27,25 @@ PACKED = (tf.float32, tf.float64)  # the types of packed logs
 
 
 class ReplicaStep:
-    """A step on one replica."""
+    """A step on one replica.
+
+    Attributes:
+        computes_logs: Whether the user's code computes the logs, so that they may differ from the results of the metrics.
+    """
 
     def __init__(self, model: keras.Model, step: Step):
         self.model = model
         self._step = step
+        self.name = getattr(step, "__name__", "step")  # a callable object has none
         self.trains = step == model.train_step
         self._replicas = model.distribute_strategy.num_replicas_in_sync
         self.counts = self._replicas > 1 and equal_weights.guard(model.distribute_strategy, model.weights)
         # A static batch size is a constant, whose dependence on the data would not be detected.
         self._relaxes = equal_weights.watch_averages(model.distribute_strategy, model) or self.counts
         # Keras' own step scales one loss and applies its gradients once.
-        self._by_loss = type(model).train_step is keras.Model.train_step
-        self._is_keras = step.__func__ in (keras.Model.train_step, keras.Model.test_step)  # type: ignore[attr-defined]
+        self._by_loss = keras_internals.is_keras_method(model, "train_step")
+        overridable = ("train_step" if self.trains else "test_step", "compute_metrics", "get_metrics_result")
+        self.computes_logs = not all(keras_internals.is_keras_method(model, name) for name in overridable)
         self.computed: ComputedLogs | None = None
         self._compiles = model.jit_compile and not model.run_eagerly
         self._compiled: dict[int, Function] = {}  # one for each replica
@@ -76,7 +82,7 @@ class ReplicaStep:
             raise
         except Exception as e:
             raise ConfigError(
-                f"{type(self.model).__name__} has integer weights, and its {self._step.__name__} cannot be traced, which would show "
+                f"{type(self.model).__name__} has integer weights, and its {self.name} cannot be traced, which would show "
                 f"whether they depend on the data ({e}). Create those that count with aggregation='sum'."
             ) from e
 
@@ -200,12 +206,12 @@ class ReplicaStep:
     def _pack(self, logs: Logs) -> dict[str, tf.Tensor]:
         """Concatenates the values of the logs, so that one collective reduces all of them."""
         self._logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
-        if self._replicas > 1 and not self._is_keras and tf.inside_function():
+        if self._replicas > 1 and self.computes_logs and tf.inside_function():
             self.computed = ComputedLogs(self.model, self._logs)
         for value in tf.nest.flatten(self._logs):
             if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
                 raise ConfigError(
-                    f"A {self._step.__name__} must return numbers of known shape, to be averaged over the replicas. "
+                    f"A {self.name} must return numbers of known shape, to be averaged over the replicas. "
                     f"{type(self.model).__name__} returns {value.dtype.name} of shape {value.shape}."
                 )
         packed: dict[str, list[tf.Tensor]] = {}

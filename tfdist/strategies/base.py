@@ -140,7 +140,8 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             declared_weights.declare(self, variable, kind, kwargs.get("name") or "")
             return variable
         if not (kind == "mean" or _is_statistic(kwargs)):
-            return next_creator(**kwargs)
+            variable = next_creator(**kwargs)
+            return self._assigned_once(variable) if _is_integer_sum(variable) else variable
         kwargs["aggregation"] = tf.VariableAggregation.MEAN
         if self.traits.shared_variables:  # one statistic, rather than one for each replica
             return next_creator(**kwargs)
@@ -154,6 +155,24 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     def _create_copies(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Creates a variable whose copies the replicas assign separately; reading it outside of replicas is local."""
         return next_creator(**{**kwargs, "aggregation": tf.VariableAggregation.NONE})
+
+    def _assigned_once(self, variable: tf.Variable) -> tf.Variable:
+        """Makes replica 0 hold a value that is assigned outside of replicas to a sum of integers, and the others 0.
+
+        TensorFlow divides the value by the number of replicas, and truncates. Metrics have such variables.
+        """
+        original_assign, components = variable.assign, self.experimental_local_results(variable)
+
+        def assign(value: Structure, *args: Any, **kwargs: Any) -> Any:
+            if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
+                return original_assign(value, *args, **kwargs)
+            for replica, component in zip(self.local_replicas, components, strict=True):
+                with tf.device(component.device):
+                    component.assign(value if replica == 0 else tf.zeros_like(component))
+            return variable
+
+        variable.assign = assign
+        return variable
 
     def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Creates a seed generator's state, `[seed, counter]`, with a different seed on each replica."""
@@ -258,6 +277,15 @@ def _declared_aggregation(kwargs: dict[str, Any]) -> declared_weights.Kind | Non
     dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
     allowed = {"sum": not dtype.is_bool, "mean": dtype.is_floating, "only_first_replica": True}[kind]
     return kind if allowed and dtype != tf.string else None
+
+
+def _is_integer_sum(variable: tf.Variable) -> bool:
+    """Returns whether a variable has a copy on each replica, of integers, and is read as their sum."""
+    return (
+        isinstance(variable, tf_internals.SyncOnReadVariable)
+        and variable.aggregation == tf.VariableAggregation.SUM
+        and variable.dtype.is_integer
+    )
 
 
 def _is_statistic(kwargs: dict[str, Any]) -> bool:

@@ -4,6 +4,9 @@ Keras does not notify a strategy of a model between the model's creation and its
 `keras.Model` when it creates its first strategy. They check the model's strategy, and call Keras' own methods for models of other
 strategies. tfdist also replaces the functions that write models' files (see `saving`).
 `save` and `export` of a trained model notify its Trainer, which removes the backups of the training run.
+
+Another library may have replaced a method before, for example to log each `fit`. Its replacement stays in `keras.Model`, and Keras' own
+method, which it calls, calls the Trainer.
 """
 
 from __future__ import annotations
@@ -32,6 +35,8 @@ _TRAINING = ("fit", "evaluate", "predict", "train_on_batch", "test_on_batch", "p
 _LOOP = "tfdist.training.loops:run_plain"  # of a higher row: imported when a model is first trained
 _SAVING: dict[str, Callable[[Method], Method]] = {"save": lambda own: own, "export": saving.model_export}
 _alone: weakref.WeakSet[keras.Model] = weakref.WeakSet()  # models of which a warning was logged
+_ours: dict[str, Method] = {}  # what `install` has set, by name
+_keras_own: dict[str, Method] = {}
 _newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the strategy created last)
 
 
@@ -44,21 +49,37 @@ def install(strategy: KerasStrategy) -> None:
     global _newest
     _newest = weakref.ref(strategy)
     makers: dict[str, Callable[[Method], Method]] = {name: functools.partial(_trained, name) for name in _TRAINING}
+    makers["make_predict_function"] = _predicting
     makers |= {name: functools.partial(_saved, make) for name, make in _SAVING.items()}
     for name, make in makers.items():
-        method = getattr(keras.Model, name)
-        if not hasattr(method, "keras_own"):
-            setattr(keras.Model, name, _keeping(make(method), method))
+        if name not in _ours:
+            _replace(name, make)
     keras_internals.replace_writers(saving.keras_writer)
     tf_internals.stop_autotuning_on_devices()
     if strategy.traits.several_processes or strategy.traits.asynchronous:
         saving.checkpoints_by_one(strategy)
 
 
+def _replace(name: str, make: Callable[[Method], Method]) -> None:
+    method = getattr(keras.Model, name)
+    inherited = keras_internals.inherited_method(name)
+    cell = None if inherited in (None, method) else keras_internals.decorated_function_cell(inherited)
+    if cell is None:
+        _keras_own[name], _ours[name] = method, make(method)
+        setattr(keras.Model, name, _ours[name])
+    else:  # another library's method calls the inherited one
+        _keras_own[name], _ours[name] = cell.cell_contents, make(cell.cell_contents)
+        cell.cell_contents = _ours[name]
+
+
 def keras_own(name: str) -> Method:
     """Returns Keras' own method of this name."""
-    method = getattr(keras.Model, name)
-    return getattr(method, "keras_own", method)
+    return _keras_own.get(name) or getattr(keras.Model, name)
+
+
+def is_replaced(method: Method, name: str) -> bool:
+    """Returns whether a model's method is not the one that `install` has set: its class or another library has replaced it."""
+    return method is not _ours.get(name)
 
 
 def _trained(name: str, keras_own: Method) -> Method:
@@ -78,6 +99,21 @@ def _trained(name: str, keras_own: Method) -> Method:
             strategy.engine.attach(model)
         run: Function = registry.resolve("loop", _LOOP, {})
         return run(strategy.engine, name, keras_own, model, args, kwargs)
+
+    return method
+
+
+def _predicting(keras_own: Method) -> Method:
+    """Returns a `make_predict_function` that makes the function of the model's engine, also for an override that calls `super()`."""
+
+    @functools.wraps(keras_own)
+    def method(model: keras.Model, force: bool = False) -> Any:
+        make = keras_internals.make_prediction(model)
+        if make is None:
+            return keras_own(model, force)
+        if model.predict_function is None or force:
+            model.predict_function = make()
+        return model.predict_function
 
     return method
 
@@ -123,8 +159,3 @@ def _warn_if_alone(model: keras.Model) -> None:
             f"model {model.name!r} was not built in the scope of this process's Trainer: this process trains it alone. Build (or "
             "load) and compile it in `with trainer.scope():`."
         )
-
-
-def _keeping(method: Method, keras_own: Method) -> Method:
-    method.keras_own = keras_own  # type: ignore[attr-defined]
-    return method

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.aliases import Data
+from tfdist.aliases import Data, Structure
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import unsupported
@@ -162,6 +162,18 @@ def check_data_consistency(ranks: Ranks, data: Data, arguments: Mapping[str, Any
         raise ConfigError(faults)
 
 
+def check_batch(ranks: Ranks, method: str, batch: Structure) -> None:
+    """Checks that all workers pass the same batch to `train_on_batch` or one of its siblings. A collective; raises ConfigError on all workers."""
+    digests = ranks.gather(array_digest.digest(batch), _length(batch))
+    if _unlike(digests).any():
+        local = array_digest.describe(batch)
+        raise ConfigError(
+            f"{method} must receive the same batch on all workers, because each replica takes its part of the rows. Received: "
+            f"{_texts_by_worker(ranks, local, 'no arrays')}. Pass the same global batch on each worker. Or, if each worker has its own part of the "
+            "batch, call the method in keras.distribution.DataParallel(auto_shard_dataset=False).scope()."
+        )
+
+
 def check_class_weight(data: Data, class_weight: Mapping[int, float] | None) -> None:
     """Raises ConfigError for class weights on a DistributedDataset, which cannot be mapped to examples with weights."""
     if class_weight is not None and isinstance(data, tf.distribute.DistributedDataset):
@@ -189,9 +201,8 @@ class _Arrays:
             "sample_weight": arguments.get("sample_weight"),
             "validation_data": validation_data,
         }
-        opaque = (tf.data.Dataset, tf.distribute.DistributedDataset, worker_rows.OwnRows, StoredData)
         self._kinds = {name: _kinds(value) for name, value in self._arguments.items()}
-        self._arrays = {name: None if isinstance(value, opaque) else value for name, value in self._arguments.items()}
+        self._arrays = {name: _arrays_of(value) for name, value in self._arguments.items()}
 
     def digests(self) -> list[float]:
         """Returns this worker's digests: for each argument one of its types and shapes, then for each argument one of its values."""
@@ -200,11 +211,11 @@ class _Arrays:
 
     def differ(self, digests: np.ndarray) -> bool:
         """Returns whether the digests differ between workers."""
-        return bool(self._unlike(digests).any())
+        return bool(_unlike(digests).any())
 
     def difference_message(self, ranks: Ranks, digests: np.ndarray) -> str:
         """Returns the message about the first difference. A collective."""
-        name = [*self._arrays, *self._arrays][self._unlike(digests).argmax()]
+        name = [*self._arrays, *self._arrays][_unlike(digests).argmax()]
         if isinstance(self._arguments[name], worker_rows.OwnRows):
             return (
                 "own_rows must hold arrays of the same types, with rows of the same shape, on all workers. Received: "
@@ -216,15 +227,32 @@ class _Arrays:
                 f"{_texts_by_worker(ranks, self._kinds[name], 'no arrays')}."
             )
         local = array_digest.describe(self._arrays[name])
+        if isinstance(data, tf.data.Dataset):
+            return (
+                f"The dataset in {name} must hold the same tensors on all workers, because each worker trains on its share of every batch. Received: "
+                f"{_texts_by_worker(ranks, local, 'no tensors')}. Make it from the same arrays, in the same order, on all workers. Or, if each "
+                "worker has different rows, such as x[rank::size], pass tfdist.data.own_rows(x, y), or set "
+                "experimental_distribute.auto_shard_policy of the dataset's options to AutoShardPolicy.OFF."
+            )
         return (
             f"The arrays in {name} must be the same on all workers, because each worker trains on its share of every batch. Received: "
             f"{_texts_by_worker(ranks, local, 'no arrays')}. Give all workers the same arrays, in the same order. Or, if each worker has "
             "different rows, such as x[rank::size], pass tfdist.data.own_rows(x, y) in place of x and y."
         )
 
-    def _unlike(self, digests: np.ndarray) -> np.ndarray:
-        spread = digests.max(0) - digests.min(0)
-        return spread > array_digest.TOLERANCE * np.maximum(1, np.abs(digests).max(0))
+
+def _unlike(digests: np.ndarray) -> np.ndarray:
+    """Returns which columns differ between workers."""
+    spread = digests.max(0) - digests.min(0)
+    return spread > array_digest.TOLERANCE * np.maximum(1, np.abs(digests).max(0))
+
+
+def _arrays_of(data: Data) -> Structure:
+    """Returns the arrays, or the tensors of a dataset, that must be equal on all workers."""
+    if isinstance(data, tf.data.Dataset) and not worker_rows.is_own(data):
+        return graph.tensors(data)
+    is_opaque = isinstance(data, (tf.data.Dataset, tf.distribute.DistributedDataset, worker_rows.OwnRows, StoredData))
+    return None if is_opaque else data
 
 
 def _kinds(data: Data) -> str:

@@ -90,7 +90,7 @@ class Step:
         engine = self._context.engine
         inside_loop = self._context.is_at_work  # `loop` has made the preparations of `stepping` already
         with contextlib.nullcontext() if inside_loop else self._context.stepping(self.model):
-            logs = single_steps.run(engine, self.model, "train_step", batch, reset_metrics=False)
+            logs = single_steps.run(engine, self.model, "train_step", batch, reset_metrics=False, is_whole=False)
         self.model.logs = logs
         return logs
 

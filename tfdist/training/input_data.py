@@ -18,6 +18,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.compat import keras_loops, tf_internals, unsupported
 from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE
 from tfdist.data import arrays
+from tfdist.data.generator_batches import GeneratorBatches, GeneratorReading, batches_of
 from tfdist.data.python_items import GeneratorItems
 from tfdist.data.source import DataSource, limited_steps
 from tfdist.data.stored import StoredData
@@ -65,9 +66,7 @@ def open_source(
         if engine.ranks and engine.ranks.size > 1:
             return open_python_source(engine, items, bool(shuffle), per_execution, class_weight)
         if isinstance(x, types.GeneratorType):
-            generator = keras_loops.generator_adapter(x)
-            unsupported.check_data(engine.strategy, generator)
-            x = generator.get_tf_dataset()
+            return _generator_source(engine, x)
     if isinstance(x, StoredData):
         if present := [name for name in ("y", "sample_weight") if beside[name] is not None]:
             raise ConfigError(
@@ -104,6 +103,22 @@ def open_source(
     source = engine.source(dataset, adapter.num_batches)
     source.adapter = adapter
     return source
+
+
+def _generator_source(engine: Engine, generator: types.GeneratorType) -> DataSource:
+    """Returns the source of a generator that one process reads."""
+    reading = GeneratorReading(generator)
+    adapter = keras_loops.generator_adapter(reading.batches)
+    unsupported.check_data(engine.strategy, adapter)
+    source = engine.source(adapter.get_tf_dataset(), adapter.num_batches)
+    source.adapter, source.generator = adapter, reading
+    return source
+
+
+def generator_batches(data: Data) -> GeneratorBatches | None:
+    """Returns the batches of data that are a generator, or the result of `from_generator`; None for other data."""
+    generator = data.generator if isinstance(data, GeneratorItems) else data
+    return batches_of(generator) if isinstance(generator, types.GeneratorType) else None
 
 
 def unpack_own_rows(data: Data, arguments: dict[str, Any]) -> Data:

@@ -89,6 +89,7 @@ def fit(
         initial_epoch,
     )
     passes = _training_passes(model, source, steps_per_epoch, session)
+    passes.validation_generator = input_data.generator_batches(validation_data)
     hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
 
     def validate(epoch: int) -> dict[str, Any]:

@@ -20,6 +20,7 @@ import tensorflow as tf
 from tfdist.aliases import Data, DataIterator, Spec, Structure
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import keras_loops
+from tfdist.data.generator_batches import GeneratorReading
 from tfdist.data.python_items import GeneratorItems, ItemError, NamedItems, by_items
 from tfdist.data.source import DataSource
 from tfdist.errors import ConfigError, DataError, describe_error
@@ -173,6 +174,8 @@ class PythonSource(DataSource):
         Raises:
             DataError: On all workers: a worker's data have failed, have ended early, or differ.
         """
+        if self.generator:
+            self.generator.use(steps * self._per_step[0])
         self._steps += steps
         needed = self._steps * self._per_step[0]
         if self._reader is None or needed <= self._compared:
@@ -250,6 +253,7 @@ def open_python_source(
     """
     ranks, whole_items = engine.ranks, by_items(data)
     workers, rank = (ranks.size, ranks.rank) if whole_items else (1, 0)
+    reading: GeneratorReading | None = None
     if isinstance(data, keras.utils.PyDataset):
         adapter = keras_loops.PyDatasetAdapter(data, class_weight=class_weight, shuffle=shuffle)
         count = adapter.num_batches
@@ -273,7 +277,8 @@ def open_python_source(
         own = count if count is None else len(range(rank, count, workers))
     else:
         generator = data.generator if isinstance(data, GeneratorItems) else data
-        adapter = keras_loops.generator_adapter(generator)
+        reading = GeneratorReading(generator)
+        adapter = keras_loops.generator_adapter(reading.batches)
         count = own = None
         _check_alike(ranks, "generator", None, whole_items)
         read = adapter.generator
@@ -285,6 +290,7 @@ def open_python_source(
     by_item = _own_items(dataset, own)
     inner = engine.source_from_function(by_item) if whole_items else engine.source(dataset, count)
     source.distribute(inner, adapter)
+    source.generator = reading
     return source
 
 

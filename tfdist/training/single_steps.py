@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import collections
+import weakref
 from collections.abc import Mapping
 from typing import Any
 
@@ -11,6 +13,10 @@ from tfdist.aliases import Data, Logs, Structure
 from tfdist.compat import keras_loops
 from tfdist.engine import Engine
 from tfdist.step import model_building
+from tfdist.training import checks
+
+# The number of calls by method. All workers count alike, so that all of them compare in the same calls.
+_calls: weakref.WeakKeyDictionary[keras.Model, collections.Counter[str]] = weakref.WeakKeyDictionary()
 
 
 def train_on_batch(
@@ -31,7 +37,9 @@ def train_on_batch(
                 f"Received: sample_weight={sample_weight}, class_weight={class_weight}"
             )
         sample_weight = keras_loops.class_weight_to_sample_weights(y, class_weight)
-    logs = run(engine, model, "train_step", (x, y, sample_weight), keras_loops.RESETS_METRICS_FOR_BATCH)
+    batch = (x, y, sample_weight)
+    _compare(engine, model, "train_on_batch", batch)
+    logs = run(engine, model, "train_step", batch, keras_loops.RESETS_METRICS_FOR_BATCH)
     return logs if return_dict else keras_loops.flat_logs(model, logs)
 
 
@@ -40,12 +48,15 @@ def test_on_batch(
 ) -> Logs:
     """Evaluates a model on one batch, as Keras' `test_on_batch`."""
     keras_loops.check_compiled(model)
-    logs = run(engine, model, "test_step", (x, y, sample_weight), keras_loops.RESETS_METRICS_FOR_BATCH)
+    batch = (x, y, sample_weight)
+    _compare(engine, model, "test_on_batch", batch)
+    logs = run(engine, model, "test_step", batch, keras_loops.RESETS_METRICS_FOR_BATCH)
     return logs if return_dict else keras_loops.flat_logs(model, logs)
 
 
 def predict_on_batch(engine: Engine, model: keras.Model, x: Data) -> Structure:
     """Returns a model's outputs for one batch, as Keras' `predict_on_batch`."""
+    _compare(engine, model, "predict_on_batch", (x,))
     model.make_predict_function()
     return keras_loops.as_arrays(engine.predict_batch(model, (x,)))
 
@@ -53,8 +64,23 @@ def predict_on_batch(engine: Engine, model: keras.Model, x: Data) -> Structure:
 METHODS = {method.__name__: method for method in (train_on_batch, test_on_batch, predict_on_batch)}
 
 
-def run(engine: Engine, model: keras.Model, step: str, batch: Structure, reset_metrics: bool) -> dict[str, Any]:
-    """Runs `"train_step"` or `"test_step"` of a model on one batch; returns the logs."""
+def _compare(engine: Engine, model: keras.Model, method: str, batch: Structure) -> None:
+    """Compares the workers' batches in the first call of a method, the second, the fourth, the eighth and so on.
+
+    Raises ConfigError. A worker that compared only batches of a new shape could wait for workers whose batches have a known one.
+    """
+    if engine.ranks is None or engine.ranks.size == 1 or engine.strategy.batches_are_parts:
+        return
+    calls = _calls.setdefault(model, collections.Counter())
+    calls[method] += 1
+    if calls[method].bit_count() == 1:
+        checks.check_batch(engine.ranks, method, batch)
+
+
+def run(
+    engine: Engine, model: keras.Model, step: str, batch: Structure, reset_metrics: bool, is_whole: bool = True
+) -> dict[str, Any]:
+    """Runs `"train_step"` or `"test_step"` of a model on one batch; returns the logs. `is_whole` as for `Engine.run_batch`."""
     model_building.build(model, step, batch)
     if step == "train_step":
         model.make_train_function()
@@ -64,5 +90,5 @@ def run(engine: Engine, model: keras.Model, step: str, batch: Structure, reset_m
         function = model.test_function
     if reset_metrics:
         model.reset_metrics()
-    logs: dict[str, Any] = keras_loops.pythonify_logs(engine.run_batch(function, batch))
+    logs: dict[str, Any] = keras_loops.pythonify_logs(engine.run_batch(function, batch, is_whole))
     return logs

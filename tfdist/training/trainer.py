@@ -343,7 +343,7 @@ class Trainer:
         self._follow_distribution()
         self._context.attach(model, name)
         method = getattr(type(model), name)
-        if method is not getattr(keras.Model, name):  # overridden: it calls Keras' method, which calls `call`
+        if model_methods.is_replaced(method, name):  # it calls Keras' method, which calls `call`
             self._take_models()
             return method(model, *args, **kwargs)
         return loops.run(self._context, name, model_methods.keras_own(name), model, args, kwargs)

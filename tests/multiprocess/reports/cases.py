@@ -19,6 +19,8 @@ from typing import Any
 import numpy as np
 
 MIRRORED, WORKERS, SERVERS = "mirrored", "multi_worker_mirrored", "parameter_server"
+TWO_EACH = "multi_worker_mirrored with devices=2"
+ALL = (MIRRORED, WORKERS, TWO_EACH, SERVERS)
 KINDS = (
     "assigned",
     "reading",
@@ -30,6 +32,11 @@ KINDS = (
     "unknown_length",
     "writers",
     "messages",
+    "on_batch",
+    "overrides",
+    "integers",
+    "generators",
+    "outputs",
 )
 Pairs = dict[str, tuple[Any, Any]]
 
@@ -63,7 +70,7 @@ class World:
 
     @property
     def workers(self) -> int:
-        return 2 if self.strategy == WORKERS else 1
+        return 2 if self.strategy in (WORKERS, TWO_EACH) else 1
 
     @property
     def replicas(self) -> int:

@@ -2,12 +2,15 @@
 
 import keras
 import numpy as np
+import tensorflow as tf
 
-from tests.multiprocess.reports.cases import WORKERS, case
+from tests.multiprocess.reports.cases import MIRRORED, TWO_EACH, WORKERS, case
 from tests.multiprocess.reports.policies import ZEROS, X, linear, parts_of, steps_of, trained
 from tfdist.data import own_rows
 
 BOTH = r"must be the same on all workers, because each worker trains on its share .* Give all workers the same arrays.*tfdist\.data\.own_rows\(x, y\)"
+
+NUMBERS = np.arange(64, dtype="float32")[:, np.newaxis] / 8
 
 
 @case()
@@ -133,6 +136,68 @@ def slices_to_evaluate(world):
 @case(WORKERS, error=rf"The arrays in x {BOTH}")
 def slices_to_predict(world):
     linear(world).predict(X[world.rank :: 2], verbose=0)
+
+
+SAME_TENSORS = r"must hold the same tensors on all workers.*from 0.* on worker:0, .*from 0\.125.* on worker:1.*tfdist\.data\.own_rows\(x, y\).*AutoShardPolicy\.OFF"
+
+
+def numbered(rows):
+    """Returns a dataset of rows and zeros."""
+    return tf.data.Dataset.from_tensor_slices((rows, np.zeros_like(rows)))
+
+
+@case(WORKERS, TWO_EACH, error=rf"The dataset in x {SAME_TENSORS}")
+def slices_in_a_dataset(world):
+    mine = NUMBERS[world.rank :: 2]
+    linear(world).fit(numbered(mine).shuffle(4, seed=1).map(lambda x, y: (x + 1, y)).batch(4).prefetch(1), verbose=0)
+
+
+@case(WORKERS, error=rf"The dataset in x {SAME_TENSORS}")
+def slices_in_a_dataset_to_evaluate(world):
+    linear(world).evaluate(numbered(NUMBERS[world.rank :: 2]).batch(4), verbose=0)
+
+
+@case(WORKERS, error=rf"The dataset in validation_data {SAME_TENSORS}")
+def slices_in_a_dataset_for_validation(world):
+    mine = numbered(NUMBERS[world.rank :: 2]).batch(4)
+    linear(world).fit(X, X, validation_data=tf.data.Dataset.zip(mine, mine).map(lambda one, other: one), verbose=0)
+
+
+@case(WORKERS, error=rf"The dataset in x {SAME_TENSORS}")
+def slices_that_map_gathers_from(world):
+    mine = NUMBERS[world.rank :: 2]
+    rows = tf.data.Dataset.range(len(mine)).map(lambda index: (tf.gather(mine, index), tf.gather(mine, index)))
+    linear(world).fit(rows.batch(4), verbose=0)
+
+
+@case(WORKERS, error=rf"The dataset in x {SAME_TENSORS}")
+def slices_that_map_captures(world):
+    mine = tf.constant(NUMBERS[world.rank :: 2])
+    rows = tf.data.Dataset.range(len(mine)).map(lambda index: (tf.gather(mine, index), tf.gather(mine, index)))
+    linear(world).fit(rows.batch(4), verbose=0)
+
+
+@case(MIRRORED, WORKERS, TWO_EACH)
+def equal_tensors_in_a_dataset(world):
+    """Nearly equal rows, names of files in folders of each worker, seeds of a worker, and workers' own rows raise no error."""
+    near = NUMBERS * np.float32(1 + 1e-7 * world.rank)
+    names = tf.constant([f"/scratch/{world.rank}/{number}.png" for number in range(len(near))])
+    seed = tf.constant([world.rank, 3])
+    rows = tf.data.Dataset.zip(numbered(near), tf.data.Dataset.from_tensor_slices(names))
+
+    def noisy(row, name):
+        x, y = row
+        return x + 0 * tf.random.stateless_uniform(tf.shape(x), seed), y
+
+    own = tf.data.Options()
+    own.experimental_distribute.auto_shard_policy = tf.data.experimental.AutoShardPolicy.OFF
+    with world.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, kernel_initializer="ones")])
+        model.compile(keras.optimizers.SGD(0.0), "mse")
+    mine = numbered(NUMBERS[world.rank :: world.workers]).batch(4 * world.workers).with_options(own)
+    right = np.mean(NUMBERS.astype("float64") ** 2)
+    losses = [model.fit(data, verbose=0).history["loss"][0] for data in (rows.map(noisy).batch(4), mine)]
+    return {"loss": (losses, [right, right])}
 
 
 @case(WORKERS, error=rf"The arrays in x {BOTH}")
