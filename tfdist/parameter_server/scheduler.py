@@ -61,9 +61,8 @@ class Scheduler:
         tf.get_logger().addFilter(_is_shown)
         self._lost: set[int] = set()
         self._since: dict[int, float] = {}  # when each busy worker began its function
-        self._steps: dict[
-            int, tuple[float, bool]
-        ] = {}  # when each busy worker began its step, and whether it may compile
+        # When each busy worker began its step, and whether it may compile.
+        self._steps: dict[int, tuple[float, bool]] = {}
         self._known: set[tuple[int, Any]] = set()  # workers and the kinds of functions that they have run
         self._said = self._bounded = 0.0
 
