@@ -10,7 +10,8 @@ import tensorflow as tf
 
 from tfdist.aliases import Function, Structure
 from tfdist.compat.tf_internals import EagerTensor
-from tfdist.replicas import random_seeds
+from tfdist.replicas import random_seeds, step_context
+from tfdist.replicas.step_context import StepContext
 from tfdist.step.empty_replicas import metric_variables
 
 
@@ -151,20 +152,22 @@ def adds_to(start: tf.Tensor, value: tf.Tensor, state: Sequence[tf.Tensor]) -> b
     )
 
 
-def trace_apart(fn: Function, specs: Sequence[Structure]) -> Structure:
-    """Traces a function in a graph that is never run. Returns the function's result.
+def trace_apart(fn: Function, specs: Sequence[Structure]) -> tuple[Structure, Any]:
+    """Traces a function in a graph apart from the step. Returns the function's result in that graph, and the traced function.
 
-    It runs in a new thread, outside of the replicas, because a function within a replica's step could not assign the
+    It is traced in a new thread, outside of the replicas, because a function within a replica's step could not assign the
     replicas' variables. `keras.random` draws from a separate generator there, so that the steps' random numbers do not change.
     """
     strategy, results = tf.distribute.get_strategy(), []
 
-    def record(*args: Any) -> None:
-        results.append(fn(*args))
+    def record(*args: Any) -> Structure:
+        with step_context.running(StepContext(None, is_alone=True)):
+            results.append(fn(*args))
+        return results[-1] if tf.is_tensor(results[-1]) else None
 
-    def trace() -> None:
+    def trace() -> Any:
         with strategy.scope(), random_seeds.StepSeedGenerator(tf.constant(0), seed=1).installed():
-            tf.function(record, autograph=False).get_concrete_function(*specs)
+            return tf.function(record, autograph=False).get_concrete_function(*specs)
 
-    random_seeds.run_in_clean_thread(trace)
-    return results[-1]
+    traced = random_seeds.run_in_clean_thread(trace)
+    return results[-1], traced

@@ -19,8 +19,11 @@ from tfdist.gradients import gradient_lists
 from tfdist.replicas import step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import metrics, whole_batch
+from tfdist.step.compared_examples import compares_examples
 from tfdist.step.graph_copies import depends_on, trace_apart
 from tfdist.step.totals import divide_by_share, is_total, total
+
+Kind = Literal["examples", "compared", "whole", "total"]
 
 _MEANS = ("sum_over_batch_size", "mean")
 _NONE = ("none", None)
@@ -31,6 +34,10 @@ _MEAN_TRAINED = (
     "The loss {} returns one number for a batch, and the replicas cannot compute it for the whole batch: {}. They train on the mean "
     "of the loss over their parts of the batch, which equals it only if the loss is a mean over examples. Otherwise return one value "
     "for each example, or declare a sum: `return tfdist.total(value)`."
+)
+_COMPARED = (
+    "The loss {} compares the examples of a batch: its value of an example depends on the others. The replicas cannot compute it for "
+    "the whole batch: {}. Or compare each example with the rows of all replicas in the loss: `tfdist.whole_batch(tensor)`."
 )
 _MEAN_ADDED = (
     "The layer {} adds a scalar loss (add_loss), which is treated as a mean over the examples and averaged over the replicas. If it "
@@ -44,7 +51,8 @@ def scale_losses_for_replica(model: keras.Model, step: StepContext) -> Iterator[
 
     The step averages the replicas' losses, weighted by their shares: the fractions of the batch that they have. Hence:
 
-    - A scalar loss (a function's, Dice) is computed on each replica from the whole batch (`whole_batch`).
+    - A scalar loss (a function's, Dice), and one that compares examples (an in-batch softmax), is computed on each replica from the
+      whole batch (`whole_batch`).
     - A sum is divided by this replica's share: `reduction="sum"`, a number declared by `total`, and a vector that a layer adds,
       which Keras sums. A scalar that a layer adds is a mean.
     - A mean over fewer values, due to a mask or `reduction="mean_with_sample_weight"`, is weighted by their number or weight.
@@ -96,7 +104,7 @@ class _CompiledLoss:
 
     def __init__(self, loss: keras.losses.Loss):
         self.loss = loss
-        self._kind: Literal["examples", "whole", "total"] | None = None
+        self._kind: Kind | None = None
         self._warned = False
 
     def __getattr__(self, name: str) -> Any:
@@ -107,7 +115,7 @@ class _CompiledLoss:
         if step is None or step.is_alone:
             return self.loss(y_true, y_pred, sample_weight)
         self._kind = self._kind or self._find_kind(y_true, y_pred)
-        if self._kind == "whole":
+        if self._kind in ("whole", "compared"):
             return self._of_whole_batch(step, y_true, y_pred, sample_weight)
         if self._kind == "total":
             return self.loss(y_true, y_pred, sample_weight)
@@ -133,10 +141,11 @@ class _CompiledLoss:
             tf.math.divide_no_nan(divisor, total * gradient_lists.factor(share, total.dtype)), value.dtype
         )
 
-    def _find_kind(self, y_true: Structure, y_pred: Structure) -> Literal["examples", "whole", "total"]:
+    def _find_kind(self, y_true: Structure, y_pred: Structure) -> Kind:
         """Returns "examples" for one value per example, "total" for a number declared by `total`, "whole" if it needs the whole batch.
 
-        A custom loss is traced once more, apart from the step, because the rank of its result decides.
+        "compared" means one value per example that depends on the other examples, which needs the whole batch, too. A custom loss is
+        traced apart from the step, because the rank of its result decides, and evaluated there on made-up examples.
         """
         function = getattr(self.loss, "fn", None)
         if type(self.loss).__call__ is not keras.losses.Loss.__call__:
@@ -148,9 +157,13 @@ class _CompiledLoss:
         if tf.executing_eagerly():  # an eager loss may contain Python code that cannot be traced
             return "examples" if self.loss.reduction in _NONE else "whole"
         rows = tf.nest.map_structure(tf.type_spec_from_value, (y_true, y_pred))
-        value = trace_apart(self._values, rows)
+        value, _ = trace_apart(self._values, rows)
         rank = value.shape.rank if tf.is_tensor(value) else np.ndim(value)  # it may return a Python number
-        return "total" if is_total(value) else "examples" if rank else "whole"
+        if is_total(value):
+            return "total"
+        if not rank:
+            return "whole"
+        return "compared" if compares_examples(self._values, y_true, y_pred) else "examples"
 
     def _values(self, y_true: Structure, y_pred: Structure) -> Structure:
         rows = (y_true, y_pred)
@@ -159,6 +172,8 @@ class _CompiledLoss:
 
     def _of_whole_batch(self, step: StepContext, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
         if (reason := whole_batch.obstacle(step, self.loss.dtype, (y_true, y_pred, sample_weight))) is not None:
+            if self._kind == "compared":
+                raise ConfigError(_COMPARED.format(self.loss.name, reason))
             if not self._warned:
                 warnings.warn(_MEAN_TRAINED.format(self.loss.name, reason), stacklevel=2)
             self._warned = True

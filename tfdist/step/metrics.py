@@ -23,6 +23,7 @@ from tfdist.compat.tf_internals import num_replicas
 from tfdist.replicas import step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import whole_batch
+from tfdist.step.compared_examples import compares_examples
 from tfdist.step.graph_copies import trace_apart
 
 logger = logging.getLogger(__name__)
@@ -134,12 +135,17 @@ class _WholeBatchUpdate:
         function, arguments = keras_metrics.function(self._metric)
         if tf.executing_eagerly():  # an eager function may contain code that cannot be traced
             return "mean"
+
+        def values(*rows: Structure) -> Structure:
+            return function(*rows, **arguments)
+
         rows = tf.nest.map_structure(tf.type_spec_from_value, (y_true, y_pred))
         try:
-            value = trace_apart(lambda *rows: function(*rows, **arguments), rows)
+            value, _ = trace_apart(values, rows)
         except Exception:  # the step will raise an error of the function again
             return "mean"
-        return "examples" if tf.convert_to_tensor(value).shape.rank else "mean"
+        has_rows = tf.convert_to_tensor(value).shape.rank
+        return "examples" if has_rows and not compares_examples(values, y_true, y_pred) else "mean"
 
     def _obstacle(self, step: StepContext, args: Sequence[Structure], kwargs: Mapping[str, Any]) -> str | None:
         if step.graph is not None and step.graph is not tf.compat.v1.get_default_graph():

@@ -27,8 +27,8 @@ from tfdist.strategy import as_ours
 
 # `Execution` searches the messages of failed steps for this text.
 ROWS_ARE_NOT_EXAMPLES = (
-    "A loss that returns one number for a batch is given the whole batch of all replicas, and so is such a metric, or one of a class of "
-    "your own. Each row of its y_true, y_pred and sample_weight must be an example; some have more or fewer rows. Give the output a row "
+    "A loss that returns one number for a batch, or compares its examples, is given the whole batch of all replicas, and so is such a "
+    "metric, or one of a class of your own. Each row of its y_true, y_pred and sample_weight must be an example; some have more or fewer rows. Give the output a row "
     "for each example, such as [batch, 2, size] in place of [2 * batch, size], return one value for each example, or, if the class "
     "of a metric counts each row by itself, set `sums_examples = True` in it."
 )

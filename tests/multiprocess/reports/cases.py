@@ -28,6 +28,7 @@ KINDS = (
     "own_slices",
     "distributions",
     "metrics",
+    "compared",
     "own_division",
     "unknown_length",
     "writers",
