@@ -68,9 +68,14 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strate
             return super()._create_variable(next_creator, **kwargs)
         cannot = "multi_worker_mirrored cannot broadcast a variable of"
         if dtype not in _BROADCAST:
+            remedy = (
+                "For 16-bit computation use mixed_bfloat16."
+                if dtype.is_floating
+                else "Train the model unquantized and save it; load and quantize it in one process, or under mirrored, to predict with it."
+            )
             raise ConfigError(
                 f"{cannot} {dtype.name} ({kwargs.get('name')}) to the workers; "
-                f"it can: {', '.join(known.name for known in _BROADCAST)}. For 16-bit computation use mixed_bfloat16."
+                f"it can: {', '.join(known.name for known in _BROADCAST)}. {remedy}"
             )
         initial_value: Any = kwargs.get("initial_value")
 

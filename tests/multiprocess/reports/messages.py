@@ -77,6 +77,13 @@ def apply_within_cond_under_parameter_servers(world):
     fit_branches(world, "cond")
 
 
+@case(WORKERS, error=r"variable of int8 \(kernel\).*save it; load and quantize it in one process")
+def a_quantized_model(world):
+    with world.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(2)])
+        model.quantize("int8")
+
+
 @case(SERVERS, error=r"the Trainer distributes data itself: give fit, evaluate or predict the dataset")
 def a_dataset_distributed_by_hand(world):
     world.trainer.strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensor_slices((X, X)).batch(8))
