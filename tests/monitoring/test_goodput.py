@@ -137,8 +137,11 @@ def train(tmp_path, code, kills=True, **how):
     try:
         record = tmp_path / "run/goodput.bin"
         ends = time.monotonic() + 120
+        backups = tmp_path / "run/backup"
         while kills and (
-            (found := goodput.read(record)) is None or found.seconds["saving"] == 0 or found.seconds["steps"] < 0.2
+            (found := goodput.read(record)) is None
+            or found.seconds["steps"] < 0.2
+            or len([*backups.glob("*/manifest.json")]) < 1
         ):
             assert time.monotonic() < ends and process.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.02)
