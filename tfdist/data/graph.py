@@ -57,7 +57,7 @@ def tensors(dataset: tf.data.Dataset) -> list[Structure]:
     """Returns the values in memory from which a dataset makes its elements, in an order that is the same in all processes.
 
     These are the tensors of `from_tensor_slices` and `from_tensors`, and tensors of several rows in functions, such as a table that `map` gathers
-    from. Of strings only the part after the last slash is returned: tasks may find the same files in different folders.
+    from. Of names, which are strings without a space, only the number is returned: tasks may have the same rows in files of other names.
     """
     found: list[Structure] = []
     for node in walk(dataset):
@@ -65,7 +65,7 @@ def tensors(dataset: tf.data.Dataset) -> list[Structure]:
         for function in functions(node):
             found.extend(value for value in function.captured_inputs if _has_rows(value.shape))
             found.extend(_tables(function.graph))
-    return [_without_folder(value) for value in found if value.dtype not in (tf.variant, tf.resource)]
+    return [_without_names(value) for value in found if value.dtype not in (tf.variant, tf.resource)]
 
 
 def _tables(graph: tf.Graph) -> Iterator[np.ndarray]:
@@ -80,8 +80,11 @@ def _has_rows(shape: tf.TensorShape) -> bool:
     return bool(shape.rank and shape[0] is not None and shape[0] >= _LEAST_ROWS)
 
 
-def _without_folder(value: Structure) -> Structure:
-    return tf.strings.regex_replace(value, r".*[/\\]", "") if value.dtype == tf.string else value
+def _without_names(value: Structure) -> Structure:
+    if value.dtype != tf.string:
+        return value
+    has_text = tf.reduce_any(tf.strings.regex_full_match(value, r"(?s).*\s.*"))
+    return value if has_text else tf.zeros(tf.shape(value), tf.int8)
 
 
 def describe_order(dataset: tf.data.Dataset) -> list[str]:
