@@ -224,17 +224,16 @@ def train(case: Case, model: keras.Model) -> Trained:
                 if (often := options["ema_overwrite_frequency"]) and steps % often == 0:
                     for variable, average in zip(variables, averages, strict=True):
                         variable.assign(average)
-        read = lambda: reads.append(Read(options["learning_rate"], updates, model.get_weights()))  # noqa: E731
         found = logs.result(case)
         if case.loop == "generator":  # an evaluation follows each fit
-            read()
+            reads.append(Read(options["learning_rate"], updates, model.get_weights()))
             end_fit()
         if evaluated_parts:
             found |= validate(case, model, state, right, batches(evaluated, evaluated_parts))
         for name, value in found.items():
             history.setdefault(name, []).append(value)
         if not case.loop:
-            read()
+            reads.append(Read(options["learning_rate"], updates, model.get_weights()))
         if case.reads == "halves":
             options["learning_rate"] /= 2
     if not case.loop:

@@ -22,6 +22,10 @@ def draw_calls(case: Case) -> Case:
         case = dataclasses.replace(case, batch_metrics=(*case.batch_metrics, *counters))
     if rng.random() < 0.5:
         case = dataclasses.replace(case, override=rng.choice(cases.OVERRIDES))
+    if case.override.startswith(
+        "metrics"
+    ):  # without a graph, or in XLA's, their logs are means of the replicas' values
+        case = dataclasses.replace(case, **later_draws.alone(case))
     loop = rng.choice(["", *cases.LOOPS])
     if loop and case.replicas < 8:
         case = _in_calls(case, rng, loop)
