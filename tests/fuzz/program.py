@@ -1,7 +1,7 @@
 """Trains the cases of some seeds under the Trainer, and compares each with the arithmetic.
 
 python -m tests.fuzz.program 123 124 125      # or 100-129
-python -m tests.fuzz.program --arm=workers --minutes=20 10000     # seeds from 10000 on, until the time is over
+python -m tests.fuzz.program --arm=workers --minutes=20 20000     # seeds from 20000 on, until the time is over
 
 It prints a line of JSON for each seed: `seed`, `seconds`, the `case`, and its `differences`, of which there should be none; in the
 end, how many seeds ran. Arms are `replicas` (of this process), `workers` (two) and `servers` (a worker and a parameter server).
@@ -296,7 +296,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arm", choices=arms.ARMS, default="replicas")
     parser.add_argument("--minutes", type=float, default=_ENDLESS)
-    parser.add_argument("seeds", nargs="*", default=["10000-"])
+    parser.add_argument("seeds", nargs="*", default=["20000-"])
     given = parser.parse_args(arguments)
     bounded = given.minutes < _ENDLESS
     ranges = [each.partition("-") for each in given.seeds]
