@@ -70,7 +70,7 @@ def test_a_few_cases(arm, seeds):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("arm", "seeds"), [("replicas", FULL), ("workers", FULL_OF_WORKERS), ("servers", [1001, 1003, 10000, 20009])]
+    ("arm", "seeds"), [("replicas", FULL), ("workers", FULL_OF_WORKERS), ("servers", [1001, 1003, 10000, 20009, 71620])]
 )
 def test_cases_that_touch_most_features(arm, seeds):
     assert check(arm, *seeds, timeout=580) == seeds
