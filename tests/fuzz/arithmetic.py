@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz import batch_metrics, kept
+from tests.fuzz import batch_metrics, kept, overrides
 from tests.fuzz.cases import ONE_NUMBER, SEVERAL, Case
 from tests.fuzz.formulas import NUMBERS, VALUES, State, mask_of
 from tests.fuzz.models import make_data
@@ -50,10 +50,13 @@ class Average:
         return {prefix + name: total / count if count else 0.0 for name, (total, count) in self._sums.items()}
 
     def result(self, case: Case, prefix: str = "") -> dict[str, float]:
-        """Returns the means, and the metrics of batches."""
+        """Returns the means, the metrics of batches, and what an override adds."""
         output = "b_" if case.model in SEVERAL else ""
         others = batch_metrics.right(case.batch_metrics, self.batches)
-        return self.means(prefix) | {prefix + output + name: value for name, value in others.items()}
+        means = self.means(prefix)
+        if case.override.startswith("metrics"):
+            means[prefix + "two"] = 2 * means[prefix + "loss"]
+        return means | {prefix + output + name: value for name, value in others.items()}
 
 
 def loss_of(
@@ -85,6 +88,8 @@ def loss_of(
             logs.add("mae", tf.reduce_sum(errors * valid), valid.sum())
             logs.add("weighted", tf.reduce_sum(errors * valid * each), (valid * each).sum())
     total += sum(tf.reduce_sum(loss) for loss in model.losses)
+    if case.override.startswith("loss"):
+        total *= overrides.TIMES
     # Keras' step weights the logged loss by the batch; the custom steps give their metric no weight, so each step counts alike.
     examples = 1 if training and case.step != "keras" else len(x)
     logs.add("loss", total * examples, examples)
@@ -186,13 +191,20 @@ def train(case: Case, model: keras.Model) -> Trained:
     averages: Arrays = []
     history: dict[str, list[float]] = {}
     steps = updates = 0
-    data = make_data(case, case.rows, 0, case.weights is not None)
+
+    def end_fit() -> None:
+        for variable, average in zip(variables, averages, strict=bool(averages)):
+            variable.assign(average)
+
+    evaluated = data = make_data(case, case.rows, 0, case.weights is not None)
+    if case.validation:
+        evaluated = make_data(case, case.validation[0], 1, case.weights is not None)
     if case.class_weight:
         classes = data[1] if case.loss == "sparse" else data[1].argmax(-1)
         data = (*data, np.vectorize(case.class_weight.get)(classes))
-    for _ in range(case.epochs):
+    for parts, evaluated_parts in case.passes():
         logs = Average()
-        for batch, sizes in batches(data, case.parts()):
+        for batch, sizes in batches(data, parts):
             with tf.GradientTape() as tape:
                 loss = loss_of(case, model, batch, True, logs, state)
             right.step(sizes)
@@ -212,21 +224,26 @@ def train(case: Case, model: keras.Model) -> Trained:
                 if (often := options["ema_overwrite_frequency"]) and steps % often == 0:
                     for variable, average in zip(variables, averages, strict=True):
                         variable.assign(average)
-        found = logs.result(case) | (validate(case, model, state, right) if case.validation else {})
+        found = logs.result(case)
+        if case.loop == "generator":  # an evaluation follows each fit
+            reads.append(Read(options["learning_rate"], updates, model.get_weights()))
+            end_fit()
+        if evaluated_parts:
+            found |= validate(case, model, state, right, batches(evaluated, evaluated_parts))
         for name, value in found.items():
             history.setdefault(name, []).append(value)
-        reads.append(Read(options["learning_rate"], updates, model.get_weights()))
+        if not case.loop:
+            reads.append(Read(options["learning_rate"], updates, model.get_weights()))
         if case.reads == "halves":
             options["learning_rate"] /= 2
-    for variable, average in zip(variables, averages, strict=bool(averages)):
-        variable.assign(average)
+    if not case.loop:
+        end_fit()
     return Trained(history, state, reads)
 
 
-def validate(case: Case, model: keras.Model, state: State, right: kept.Right) -> dict[str, float]:
-    rows, _ = case.validation or (0, 0)
+def validate(case: Case, model: keras.Model, state: State, right: kept.Right, steps: Any) -> dict[str, float]:
     logs = Average()
-    for batch, sizes in batches(make_data(case, rows, 1, case.weights is not None), case.validation_parts()):
+    for batch, sizes in steps:
         loss_of(case, model, batch, False, logs, state)
         right.step(sizes)
     return logs.result(case, "val_")

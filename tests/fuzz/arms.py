@@ -31,7 +31,8 @@ def draw(seed: int, arm: str) -> Case:
     case = cases.draw(seed)
     if arm == "workers":
         case = dataclasses.replace(case, replicas=2, pipelines=2)
-        changed = later_draws.alone(case) if case.loss in cases.NEW_LOSSES else {}
+        is_alone = case.loss in (*cases.NEW_LOSSES, *cases.COMPARING) or case.override.startswith("metrics")
+        changed = later_draws.alone(case) if is_alone else {}
         return cases.without_refused(dataclasses.replace(case, **changed))
     if arm == "servers":  # one worker, so that each step is a plain one
         refused = ("gradient_accumulation_steps", "ema_overwrite_frequency")

@@ -76,12 +76,45 @@ class Several(keras.metrics.Metric):
         return self.total / ops.cast(self.batches, self.dtype)
 
 
+class Counted(keras.metrics.Metric):
+    """Counts steps, from 1."""
+
+    def __init__(self, name: str):
+        super().__init__(name=name)
+        self.count = self.add_variable((), keras.initializers.Constant(1), dtype="int32")
+
+    def update_state(self, y: Any, out: Any, sample_weight: Any = None) -> None:
+        self.count.assign_add(1)
+
+    def reset_state(self) -> None:
+        self.count.assign(1)
+
+    def result(self) -> Any:
+        return self.count
+
+
+class CountedRows(Counted):
+    """Counts examples, from 1."""
+
+    sums_examples = True
+
+    def update_state(self, y: Any, out: Any, sample_weight: Any = None) -> None:
+        self.count.assign_add(ops.shape(out)[0])
+
+
 def _greatest_by_row(values: Any) -> Any:
     return ops.max(ops.reshape(values, (ops.shape(values)[0], -1)), axis=-1)
 
 
 _FUNCTIONS = {"span": span, "product": product}
-_CLASSES = {"top": Top, "heavy": Heavy, "last": Last, "several": Several}
+_CLASSES = {
+    "top": Top,
+    "heavy": Heavy,
+    "last": Last,
+    "several": Several,
+    "counted": Counted,
+    "counted_rows": CountedRows,
+}
 
 
 def make(names: Iterable[str]) -> list[Any]:
@@ -107,6 +140,8 @@ _RIGHT: dict[str, Callable[[list[Batch]], Any]] = {
         np.concatenate([np.zeros(LENGTH), *(np.abs(out[..., 0]).ravel() for _, out, _ in batches)])[-LENGTH:]
     ),
     "several": lambda batches: np.mean([np.abs(y).max() * np.abs(out).max() for y, out, _ in batches]),
+    "counted": lambda batches: 1 + len(batches),
+    "counted_rows": lambda batches: 1 + sum(len(out) for _, out, _ in batches),
 }
 
 

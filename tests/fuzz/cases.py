@@ -1,6 +1,7 @@
 """Cases of the fuzz test: each integer seed draws a model, its data, and how it is trained.
 
-Seeds below 1000 draw what they always drew; from 1000 on, `later_draws` adds to that; from 10000 on, `state_draws`, too.
+Seeds below 1000 draw what they always drew; from 1000 on, `later_draws` adds to that; from 10000 on, `state_draws`, too; from 20000 on,
+`call_draws`, too.
 """
 
 from __future__ import annotations
@@ -10,7 +11,7 @@ import itertools
 import random
 from typing import Any
 
-FIRST_WITH_STATE = 10_000  # a seed
+FIRST_WITH_STATE, FIRST_WITH_CALLS = 10_000, 20_000  # seeds
 CLASSES, TOKENS, WORDS = 3, 4, 7
 SEQUENCES = ("tokens", "masked_tokens")
 SEVERAL = ("outputs", "masked_outputs")  # outputs, "a" and "b"; a mask reaches the loss of "a"
@@ -35,7 +36,9 @@ MASKING = ("ignored", "own_mask")  # which set a mask on their own values
 DECLARED = "declared"  # a function that returns `tfdist.total` of its sum
 BATCH_LOSSES = ("number", "total", "counted", "hinge", "neighbours", "dice", "centre")  # must see the whole batch
 NEW_LOSSES = (*MASKING, *BATCH_LOSSES, DECLARED)
-ONE_NUMBER = (*BATCH_LOSSES, DECLARED)
+PAIRS = "pairs"
+COMPARING = ("softmax", PAIRS)  # which compare the examples of a batch; the former has a value for each example
+ONE_NUMBER = (*BATCH_LOSSES, DECLARED, PAIRS)
 NOISES = ("dropout", "tf.dropout", "tf.normal", "tf.uniform", "keras.normal", "keras.uniform")
 # Untrained weights of a layer, by their aggregation.
 AGGREGATED = {
@@ -51,9 +54,12 @@ ASSIGNED = (*AGGREGATED, *GATHERED, SCALED)
 METRIC_FUNCTIONS = ("span", "product")  # which return one number for a batch
 WEIGHTED_METRICS = ("heavy",)
 ADDING_METRICS = (*METRIC_FUNCTIONS, "several")  # which add a number for each batch
+COUNTERS = ("counted", "counted_rows")  # integers that begin at 1
 BATCH_METRICS = (*ADDING_METRICS, *WEIGHTED_METRICS, "top", "last")
 OWN = ("off", "own_rows")
 READS = ("reads", "halves")
+LOOPS = ("on_batch", "generator")
+OVERRIDES = ("metrics", "metrics of an object", "loss", "loss of an object")
 CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.5}
 
 
@@ -91,6 +97,10 @@ class Case:
     own: str = ""  # how each pipeline's own rows are given
     own_first: int = 0  # of which the first one has so many
     reads: str = ""  # whether a callback reads variables, and halves the learning rate
+    override: str = ""  # a method of the model that is not Keras' own
+    loop: str = ""  # what trains in place of one `fit`: calls on batches, or `epochs` fits on one generator
+    fit_steps: int = 0  # of each of these fits
+    evaluated_steps: int = 0  # of the evaluation after each of them, on the same generator
 
     @property
     def ids(self) -> bool:
@@ -132,6 +142,16 @@ class Case:
     def validation_parts(self) -> list[list[list[int]]]:
         """Returns the rows of each replica in each step of a validation."""
         return self._dealt(*self.validation) if self.validation else []
+
+    def passes(self) -> list[tuple[list[list[list[int]]], list[list[list[int]]]]]:
+        """Returns what has logs of its own: the parts of each of its steps, and of each step of the validation after it."""
+        if self.loop == "on_batch":
+            return [([step], self.validation_parts()) for _ in range(self.epochs) for step in self.parts()]
+        if self.loop == "generator":
+            source = itertools.cycle(self.parts())
+            taken = lambda steps: list(itertools.islice(source, steps))  # noqa: E731
+            return [(taken(self.fit_steps), taken(self.evaluated_steps)) for _ in range(self.epochs)]
+        return [(self.parts(), self.validation_parts())] * self.epochs
 
     def own_rows(self, rows: int) -> list[slice]:
         """Returns which of the rows each pipeline has, if they are their own."""
@@ -175,12 +195,14 @@ def evenly(rows: list[int], parts: int) -> list[list[int]]:
 
 def draw(seed: int) -> Case:
     """Returns the case of a seed."""
-    from tests.fuzz import later_draws, state_draws
+    from tests.fuzz import call_draws, later_draws, state_draws
 
     case = draw_first(seed)
     if seed >= 1000:
         case = later_draws.draw_later(case)
-    return state_draws.draw_state(case) if seed >= FIRST_WITH_STATE else case
+    if seed >= FIRST_WITH_STATE:
+        case = state_draws.draw_state(case)
+    return call_draws.draw_calls(case) if seed >= FIRST_WITH_CALLS else case
 
 
 def draw_first(seed: int) -> Case:
@@ -290,5 +312,5 @@ def without_refused(case: Case) -> Case:
 
 
 def gathers(case: Case) -> bool:
-    """Whether metrics or weights see the whole batch."""
-    return bool(case.batch_metrics) or bool({*case.assigned} & {*GATHERED, SCALED})
+    """Whether metrics, weights or losses see the whole batch."""
+    return case.loss in COMPARING or bool(case.batch_metrics) or bool({*case.assigned} & {*GATHERED, SCALED})

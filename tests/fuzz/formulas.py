@@ -41,6 +41,16 @@ VALUES: dict[str, Callable[[tf.Tensor, tf.Tensor], tf.Tensor]] = {
 VALUES |= {"ignored": VALUES["sparse"], "own_mask": VALUES["mse"]}
 
 
+def softmax(y: tf.Tensor, out: tf.Tensor) -> tf.Tensor:
+    """Returns the negative logarithm of the chance of each row's own key, row by row."""
+    queries, keys = y[:, 0] + out[:, 0], out[:, 1]
+    distances = [(queries[row] - keys) ** 2 for row in range(len(y))]
+    return tf.stack([each[row] + tf.reduce_logsumexp(-each) for row, each in enumerate(distances)])
+
+
+VALUES["softmax"] = softmax
+
+
 def mask_of(loss: str, y: np.ndarray) -> np.ndarray | None:
     """Returns what a loss counts of its own values; None if all."""
     return {"ignored": lambda: y != IGNORED, "own_mask": lambda: y[..., 0] > 0}.get(loss, lambda: None)()
@@ -68,6 +78,10 @@ def centre(y: tf.Tensor, out: tf.Tensor, state: State) -> tf.Tensor:
     return value
 
 
+def pairs(y: tf.Tensor, out: tf.Tensor, state: State) -> tf.Tensor:
+    return sum(tf.reduce_sum(tf.sqrt(1 + (row - y) ** 2)) for row in tf.unstack(out)) / 16
+
+
 # Each returns one number for a batch.
 NUMBERS: dict[str, Callable[[tf.Tensor, tf.Tensor, State], tf.Tensor]] = {
     "number": lambda y, out, _: tf.reduce_mean((y - out) ** 2),
@@ -78,4 +92,5 @@ NUMBERS: dict[str, Callable[[tf.Tensor, tf.Tensor, State], tf.Tensor]] = {
     "neighbours": lambda y, out, _: tf.reduce_sum(((out[1:] - out[:-1]) - (y[1:] - y[:-1])) ** 2) / 8,
     "dice": dice,
     "centre": centre,
+    "pairs": pairs,
 }

@@ -10,8 +10,8 @@ from tests.fuzz.cases import BATCH_LOSSES, DECLARED, MASKING, NOISES, SEQUENCES,
 ROUGH = ("hinge",)  # whose gradient jumps where rounding may cross a threshold
 # Its gradient of a bias is 0, of which optimizers that divide by what gradients have been magnify the rounding.
 FLAT = "neighbours"
-_DENSE = ("dense", "wide", "added_vector", "added_mean", "added_sum", "regularized", "conv", "norm")
-_OF_WORDS = ("embedding", "masked_pooling", "masked_lstm")
+DENSE = ("dense", "wide", "added_vector", "added_mean", "added_sum", "regularized", "conv", "norm")
+OF_WORDS = ("embedding", "masked_pooling", "masked_lstm")
 
 
 def draw_later(case: Case) -> Case:
@@ -57,8 +57,8 @@ def _of_the_batch(case: Case, rng: random.Random, loss: str) -> Case:
     """A loss of one number: of an output of rank 2 or 3, or of one of several outputs."""
     model = case.model
     if case.replicas < 8 and not case.compression:
-        model = rng.choice([model, model, "tall", "tall", "outputs", *_DENSE, *_OF_WORDS])
-    if model not in ("tall", "outputs", *_DENSE, *_OF_WORDS):
+        model = rng.choice([model, model, "tall", "tall", "outputs", *DENSE, *OF_WORDS])
+    if model not in ("tall", "outputs", *DENSE, *OF_WORDS):
         model = "tall"
     if loss == FLAT and case.optimizer != "SGD":
         loss = "dice"

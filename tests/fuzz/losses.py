@@ -60,6 +60,23 @@ def _dice(y: Any, out: Any) -> Any:
     return 1 - (2 * keras.ops.sum(y * found) + 1) / (keras.ops.sum(y) + keras.ops.sum(found) + 1)
 
 
+def _softmax(y: Any, out: Any) -> Any:
+    """Each row's own key is its class among the keys of the batch."""
+    scores = -((y[:, :1] + out[:, :1] - keras.ops.transpose(out[:, 1:])) ** 2)
+    return keras.losses.sparse_categorical_crossentropy(keras.ops.arange(keras.ops.shape(out)[0]), scores, True)
+
+
+class Softmax(keras.losses.Loss):
+    """A softmax over the batch."""
+
+    def call(self, y: Any, out: Any) -> Any:
+        return _softmax(y, out)
+
+
+def _pairs(y: Any, out: Any) -> Any:
+    return keras.ops.sum(keras.ops.sqrt(1 + (out[:, None] - y[None]) ** 2)) / 16
+
+
 _FUNCTIONS = {
     "number": lambda y, out: tf.reduce_mean((y - out) ** 2),
     "total": lambda y, out: tf.reduce_sum((y - out) ** 2) / 16,
@@ -68,6 +85,7 @@ _FUNCTIONS = {
     "hinge": lambda y, out: keras.ops.sum(keras.ops.relu(y * out - 0.5)),
     "neighbours": _neighbours,
     "dice": _dice,
+    "pairs": _pairs,
 }
 
 
@@ -78,7 +96,7 @@ def loss_of(case: Case, output: str = "") -> Any:
         return Centre((cases.TALL, 2) if case.model == "tall" else (2,), case.aggregation)
     if kind in _FUNCTIONS:
         return _FUNCTIONS[kind]
-    own = {"own": Own, "own_mask": OwnMask}
+    own = {"own": Own, "own_mask": OwnMask, "softmax": Softmax}
     if kind in own:
         return own[kind](reduction=reduction)
     kinds = {"mse": "MeanSquaredError", "mae": "MeanAbsoluteError", "huber": "Huber"}

@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
+from tests.fuzz import overrides
 from tests.fuzz.cases import CLASS_LOSSES, CLASSES, SEQUENCES, SEVERAL, TALL, TOKENS, WORDS, Case
 from tests.fuzz.kept import Keeps
 
@@ -93,7 +94,9 @@ def build(case: Case) -> keras.Model:
         head = layers.Dense(units)
         outputs = (layers.TimeDistributed(head) if name == "masked_tokens" else head)(x)
     kind = {"keras": keras.Model, "own": OwnStep, "scaled": ScaledStep}[case.step]
-    return kind(inputs, outputs)
+    model = overrides.of_class(kind, case.override)(inputs, outputs)
+    overrides.assign(model, case.override)
+    return model
 
 
 def make_data(case: Case, rows: int, salt: int, weighted: bool) -> tuple[Any, ...]:

@@ -1,7 +1,7 @@
 """Trains the cases of some seeds under the Trainer, and compares each with the arithmetic.
 
 python -m tests.fuzz.program 123 124 125      # or 100-129
-python -m tests.fuzz.program --arm=workers --minutes=20 10000     # seeds from 10000 on, until the time is over
+python -m tests.fuzz.program --arm=workers --minutes=20 20000     # seeds from 20000 on, until the time is over
 
 It prints a line of JSON for each seed: `seed`, `seconds`, the `case`, and its `differences`, of which there should be none; in the
 end, how many seeds ran. Arms are `replicas` (of this process), `workers` (two) and `servers` (a worker and a parameter server).
@@ -24,7 +24,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests.fuzz import arithmetic, arms, batch_metrics, cases, chance, models
+from tests.fuzz import arithmetic, arms, batch_metrics, calls, cases, chance, models
 from tests.fuzz.cases import Case
 from tests.fuzz.losses import Centre, loss_of
 from tests.fuzz.reads import Reads
@@ -149,6 +149,19 @@ def trained(case: Case, trainer: tfdist.Trainer) -> Trained:
         losses = {name: loss_of(case, name) for name in "ab"} if several else loss_of(case)
         compile_model(case, model, losses)
     before = model.get_weights()
+    every_step = case.steps_per_execution == 1 and not isinstance(
+        trainer.strategy, tf.distribute.ParameterServerStrategy
+    )
+    reads = Reads(case.reads == "halves", every_step)
+    callbacks = [reads] if case.reads else []
+    history = calls.train(case, trainer, model, callbacks) if case.loop else fit(case, trainer, model, callbacks)
+    loss = losses["a"] if several else losses
+    state = (loss.centre.numpy(), float(loss.calls.numpy())) if isinstance(loss, Centre) else (0.0, 0.0)
+    return Trained(before, model.get_weights(), history, state, reads)
+
+
+def fit(case: Case, trainer: tfdist.Trainer, model: keras.Model, callbacks: list[Any]) -> dict[str, list[float]]:
+    """Trains a model by one `fit`; returns its history."""
     x, given = fit_data(case, models.make_data(case, case.rows, 0, case.weights is not None))
     if case.validation:
         rows, size = case.validation
@@ -160,15 +173,7 @@ def trained(case: Case, trainer: tfdist.Trainer) -> Trained:
         else:
             given |= {"validation_data": validation, "validation_batch_size": size}
     given |= {"class_weight": case.class_weight, "epochs": case.epochs, "shuffle": False, "verbose": 0}
-    every_step = case.steps_per_execution == 1 and not isinstance(
-        trainer.strategy, tf.distribute.ParameterServerStrategy
-    )
-    reads = Reads(case.reads == "halves", every_step)
-    given["callbacks"] = [reads] if case.reads else []
-    history = trainer.fit(model, x, **given).history
-    loss = losses["a"] if several else losses
-    state = (loss.centre.numpy(), float(loss.calls.numpy())) if isinstance(loss, Centre) else (0.0, 0.0)
-    return Trained(before, model.get_weights(), history, state, reads)
+    return trainer.fit(model, x, **given, callbacks=callbacks).history
 
 
 def weight_differences(
@@ -201,7 +206,8 @@ def read_differences(case: Case, model: keras.Model, before: list[np.ndarray], r
         wrong = weight_differences(case, model, before, mine.weights, theirs.weights)
         found += [f"as epoch {epoch} reads it, {each}" for each in wrong]
     every = case.options.get("gradient_accumulation_steps") or 1
-    if reads.steps and reads.steps != (steps := [n // every for n in range(1, case.epochs * len(case.steps()) + 1)]):
+    count = sum(len(steps) for steps, _ in case.passes())
+    if reads.steps and reads.steps != (steps := [n // every for n in range(1, count + 1)]):
         found.append(f"updates read after each step are {reads.steps}, and should be {steps}")
     return found
 
@@ -290,7 +296,7 @@ def main(arguments: list[str]) -> None:
     parser = argparse.ArgumentParser()
     parser.add_argument("--arm", choices=arms.ARMS, default="replicas")
     parser.add_argument("--minutes", type=float, default=_ENDLESS)
-    parser.add_argument("seeds", nargs="*", default=["10000-"])
+    parser.add_argument("seeds", nargs="*", default=["20000-"])
     given = parser.parse_args(arguments)
     bounded = given.minutes < _ENDLESS
     ranges = [each.partition("-") for each in given.seeds]

@@ -42,4 +42,6 @@ def draw_state(case: Case) -> Case:
 
 def on_servers(case: Case) -> dict[str, Any]:
     """Returns the changes for a parameter server's worker, on which metrics are sums."""
-    return {"batch_metrics": tuple(name for name in case.batch_metrics if name in cases.ADDING_METRICS)}
+    return {
+        "batch_metrics": tuple(name for name in case.batch_metrics if name in (*cases.ADDING_METRICS, *cases.COUNTERS))
+    }

@@ -19,11 +19,13 @@ from tests.fuzz import cases as cases_lib
 QUICK = [1002]  # a loss of one number beside losses that a layer adds
 QUICK_OF_WORKERS = [1001]  # a hinge's sum, and a dataset function with batches of several sizes
 # 1000: a random layer. 10000: a layer that gathers the batch, in an execution whose steps have batches of several sizes. 10012: a mean
-# beside validations. 10036: metrics that are no sums beside a mean, a count and compression.
-FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036]
+# beside validations. 10036: metrics that are no sums beside a mean, a count and compression. 20001: fits on a generator, and an
+# object's compute_metrics. 20022: calls on batches, and a sum.
+FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036, 20001, 20022]
 # 1037: a loss of vectors and synchronized BatchNorm, in a step for which one worker has no data. 10000, 10005: workers' own rows.
-# 10106: gathers beside gradients that are reduced in a condition.
-FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005, 10106]
+# 10106: gathers beside gradients that are reduced in a condition. 20003: a softmax over the batch, in calls on batches. 20025: pairs of
+# examples, in fits on a generator.
+FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005, 10106, 20003, 20025]
 # Each begins with seeds of its own, and goes on until its time is over.
 GROUPS = [
     *(("replicas", first, 3) for first in range(0, 300, 60)),
@@ -33,6 +35,9 @@ GROUPS = [
     *(("replicas", first, 3) for first in range(10000, 10300, 100)),
     *(("workers", first, 3) for first in (10000, 10100)),
     ("servers", 10000, 3),
+    *(("replicas", first, 3) for first in range(20000, 20300, 100)),
+    *(("workers", first, 3) for first in (20000, 20100)),
+    ("servers", 20000, 3),
 ]
 
 
@@ -65,7 +70,7 @@ def test_a_few_cases(arm, seeds):
 @pytest.mark.full
 @pytest.mark.timeout(600)
 @pytest.mark.parametrize(
-    ("arm", "seeds"), [("replicas", FULL), ("workers", FULL_OF_WORKERS), ("servers", [1001, 1003, 10000])]
+    ("arm", "seeds"), [("replicas", FULL), ("workers", FULL_OF_WORKERS), ("servers", [1001, 1003, 10000, 20009, 71620])]
 )
 def test_cases_that_touch_most_features(arm, seeds):
     assert check(arm, *seeds, timeout=580) == seeds
@@ -103,6 +108,29 @@ def test_seeds_from_10000_on_draw_assigned_weights_metrics_of_batches_own_rows_a
         assert sorted(row for step in case.steps() for row in step) == list(range(case.rows)), "each row once"
         validated = [row for parts in case.validation_parts() for part in parts for row in part]
         assert sorted(validated) == list(range(case.validation[0] if case.validation else 0))
+
+
+@pytest.mark.parametrize("arm", arms.ARMS)
+def test_seeds_from_20000_on_draw_calls_overrides_integers_and_losses_that_compare_examples(arm):
+    cases = [arms.draw(seed, arm) for seed in range(20000, 20300)]
+    assert {*cases_lib.LOOPS, ""} == {case.loop for case in cases}
+    assert {*cases_lib.OVERRIDES, ""} == {case.override for case in cases}
+    assert {*cases_lib.COUNTERS} <= {name for case in cases for name in case.batch_metrics}
+    assert {*cases_lib.COMPARING} <= {case.loss for case in cases}
+    generators = [case for case in cases if case.loop == "generator"]
+    assert sum(case.fit_steps < len(case.parts()) for case in generators) > 20, "fits that leave batches"
+    assert {0, 1, 2} == {case.evaluated_steps for case in generators}
+    on_batch = [case for case in cases if case.loop == "on_batch"]
+    assert sum(case.reduction == "sum" for case in on_batch) > 5
+    assert sum("sum" in case.assigned for case in on_batch) > 5
+    for case in on_batch:
+        rows = [row for steps, _ in case.passes() for parts in steps for part in parts for row in part]
+        assert sorted(rows) == sorted([*range(case.rows)] * case.epochs), "each row once an epoch"
+
+
+def test_seeds_below_20000_draw_none_of_that():
+    for case in (arms.draw(seed, arm) for arm in arms.ARMS for seed in (*range(1000, 1100), *range(10000, 10100))):
+        assert not (case.loop or case.override or {*case.batch_metrics} & {*cases_lib.COUNTERS}), case.seed
 
 
 def test_seeds_below_10000_draw_none_of_it():

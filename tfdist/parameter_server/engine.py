@@ -37,6 +37,7 @@ from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_
 from tfdist.parameter_server.worker_dataset import PipelinesIterator, WorkerDataset
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
+from tfdist.step.execution import as_number
 
 # Methods of a model that read metrics or weights, which scheduled steps still change.
 _DRAIN_FIRST_METHODS = ("get_metrics_result", "save", "save_weights", "get_weights")
@@ -111,7 +112,11 @@ class ParameterServerEngine(Engine):
 
     def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
         drain_steps(model)  # the user may have assigned the model another `get_metrics_result`
-        return keras_loops.metrics_or_logs(model, logs)
+        results = keras_loops.metrics_or_logs(model, logs)
+        if results is logs:
+            return logs
+        # A validation would change variables among the results before callbacks receive them.
+        return {name: as_number(value) for name, value in results.items()}
 
     def predictor(self, model: keras.Model, passes: Passes, steps: int | None) -> Callable[[int], Structure]:
         """Returns the function of `Engine.predictor`; workers compute some batches ahead of the loop. Raises ConfigError for an unbuilt model."""
