@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Bytecode saves each process that tests start a fifth of a second, and each that runs tests six.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-torch test-versions slow durations lint docs system-deps clean
+.PHONY: demo test test-all test-versions slow mutants coverage durations lint docs system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo --overwrite
@@ -29,17 +29,25 @@ test: .venv/.installed
 test-all: .venv/.installed
 	$(PYTEST) -m "full and not slow" $(PART)
 
-# What needs PyTorch: the transport by gloo, and the comparison with PyTorch. The other tests go without, as most users do.
-test-torch: .venv/.torch
-	$(PYTEST) -m "not slow" tests/collectives/test_gloo.py tests/collectives/test_transports.py tests/multiprocess/test_gloo.py tests/tools/test_peers.py
-
-.venv/.torch: .venv/.installed
-	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt -e '.[gloo]'
-	touch $@
-
 # Long schedules.
 slow: .venv/.installed
 	$(PYTEST) -m slow $(PART)
+
+# Mutants, as tools/mutants.py says: changes of the package, and the tests that notice them. `make mutants NEW=--new` goes on where it stopped.
+SEED ?= 73
+mutants: .venv/.installed
+	$(BIN)/python -m tools.mutants --seed=$(SEED) $(NEW)
+
+# Lines of the package that the first tier runs, in all processes that it starts; for a part, `make coverage TESTS=tests/launch`.
+coverage: .venv/.coverage
+	rm -rf build/coverage && mkdir -p build/coverage
+	-$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) --timeout=900 $(TESTS)
+	$(BIN)/python -m coverage combine --quiet
+	$(BIN)/python -m coverage report --sort=cover | tail -n 40
+
+.venv/.coverage: .venv/.installed
+	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'coverage>=7.13'
+	touch $@
 
 # Measures the seconds of all tests, by which files are ordered and tiers divided; for one tier, `make test STORE=--store-durations`.
 durations:

@@ -10,9 +10,8 @@ import sys
 
 from tfdist.version import __version__ as __version__
 
-TYPE_CHECKING = (
-    False  # `typing` is not imported, because Ctrl-C is not handled before a command has imported this module
-)
+# `typing` is not imported, because Ctrl-C is not handled before a command has imported this module.
+TYPE_CHECKING = False
 
 _HOMES = {
     "BackupAndRestore": "backup.callback",
@@ -23,20 +22,22 @@ _HOMES = {
     "CompressionConfig": "config",
     "ConfigError": "errors",
     "ExportBest": "training.export_best",
+    "Outer": "config",
     "StrategyConfig": "config",
     "Task": "tasks.base",
     "TaskSpec": "cluster",
     "TrainConfig": "config",
     "Trainer": "training.trainer",
     "create_strategy": "strategies.factory",
-    "slow": "runtime.phase",
+    "slow": "runtime.report.phase",
     "distribute_optimizer": "gradients.optimizer",
     "find_cluster": "cluster.resolvers.discovery",
     "total": "step.totals",
     "whole_batch": "step.whole_batch",
 }
 
-_PACKAGES = ("cluster", "compression", "config", "data", "monitoring")  # with public names of their own
+# With public names of their own.
+_PACKAGES = ("cluster", "compression", "config", "data", "layers", "monitoring", "ray")
 _WITH_KERAS = ("backup", "gradients", "step", "strategies", "training")
 
 __all__ = [
@@ -48,6 +49,7 @@ __all__ = [
     "ConfigError",
     "DataError",
     "ExportBest",
+    "Outer",
     "StrategyConfig",
     "Task",
     "TaskSpec",
@@ -67,10 +69,10 @@ if TYPE_CHECKING:
     from tfdist.backup.callback import BackupAndRestore
     from tfdist.cluster import ClusterSpec, TaskSpec
     from tfdist.cluster.resolvers.discovery import find_cluster
-    from tfdist.config import CompressionConfig, StrategyConfig, TrainConfig
+    from tfdist.config import CompressionConfig, Outer, StrategyConfig, TrainConfig
     from tfdist.errors import BackupError, ClusterError, ConfigError, DataError
     from tfdist.gradients.optimizer import distribute_optimizer
-    from tfdist.runtime.phase import slow
+    from tfdist.runtime.report.phase import slow
     from tfdist.step.totals import total
     from tfdist.step.whole_batch import whole_batch
     from tfdist.strategies.factory import create_strategy

@@ -8,7 +8,7 @@ import os
 import sys
 from collections.abc import Callable, Sequence
 
-from tfdist.runtime import interrupts
+from tfdist.runtime.end import interrupts
 from tfdist.version import __version__
 
 # Command to its module and its line in the help.
@@ -19,6 +19,7 @@ COMMANDS = {
         "tfdist.commands.launch",
         "run a script as several tasks, on this machine or on several, and restart them",
     ),
+    "verify": ("tfdist.commands.verify", "compare a script's training on one device with that on several"),
     "cluster": ("tfdist.commands.cluster", "show or check the cluster of this process, emit jobs for schedulers"),
     "backup": ("tfdist.commands.backup", "show the backups of a run, export a model from a backup"),
     "stacks": ("tfdist.commands.stacks", "show where the tasks of a running job are, and who is behind"),
@@ -35,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     if argv is None:
         interrupts.end_at_once()
-    from tfdist.runtime import process_end  # after the signal's handler, because its imports take time
+    from tfdist.runtime.end import process_end  # after the signal's handler, because its imports take time
 
     if argv is not None:
         return process_end.run_command(_main, argv)
@@ -54,13 +55,13 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _main(argv: Sequence[str], imported: Callable[[], None] = lambda: None) -> int:
-    word, arguments = (argv[1], argv[2:]) if len(argv) > 1 else ("", [])
+    word, *arguments = argv[1:] or [""]
     if word == "help" and arguments:  # `tfdist help train`
         word, arguments = arguments[0], ["--help"]
     name = word.replace("_", "-")
     if word in ("--help", "-h", "help"):
         print(_help())
-    elif word == "--version" or (name in COMMANDS and list(arguments) == ["--version"]):
+    elif word == "--version" or (name in COMMANDS and arguments == ["--version"]):
         print(f"tfdist {__version__}")
     elif name in COMMANDS:
         module = importlib.import_module(COMMANDS[name][0])
@@ -69,10 +70,13 @@ def _main(argv: Sequence[str], imported: Callable[[], None] = lambda: None) -> i
     else:
         from tfdist.errors import ConfigError, unknown_name_message
 
-        known = ("--help", "--version") if word.startswith("-") else COMMANDS
-        what = "flag" if word.startswith("-") else "command"
-        usage = ConfigError("Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands.")
-        print(unknown_name_message(what, word, known) if word else usage, file=sys.stderr)
+        if not word:
+            message = str(ConfigError("Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands."))
+        elif word.startswith("-"):
+            message = unknown_name_message("flag", word, ("--help", "--version"))
+        else:
+            message = unknown_name_message("command", word, COMMANDS)
+        print(message, file=sys.stderr)
         return 2
     return 0
 

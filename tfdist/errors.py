@@ -9,8 +9,9 @@ import contextlib
 import difflib
 import os
 import re
+import sys
 import traceback
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 _MOST = 200  # characters of a value in a message
@@ -35,10 +36,10 @@ class ConfigError(ValueError):
     """
 
     def __init__(self, faults: str | Iterable[str]):
-        sentences = [faults] if isinstance(faults, str) else list(faults)
-        self.faults: tuple[str, ...] = tuple(
-            map(printable, sentences or ["internal error: a ConfigError was raised without a message."])
-        )
+        if isinstance(faults, str):
+            faults = [faults]
+        sentences = list(faults) or ["internal error: a ConfigError was raised without a message."]
+        self.faults: tuple[str, ...] = tuple(map(printable, sentences))
         super().__init__("\n".join(self.faults))
 
 
@@ -54,6 +55,16 @@ class ClusterError(_OneLineError):
         >>> import tfdist
         >>> tfdist.ClusterError("worker:1 at host1:2222 has ended")
         ClusterError('worker:1 at host1:2222 has ended')
+    """
+
+
+class AuditError(ClusterError):
+    """A host of the cluster computes wrong gradients, as the audit of a step has shown (`audit_every`).
+
+    Examples:
+        >>> from tfdist.errors import AuditError
+        >>> AuditError("worker:1 on host host1 computed wrong gradients at step 500")
+        AuditError('worker:1 on host host1 computed wrong gradients at step 500')
     """
 
 
@@ -92,8 +103,12 @@ def printable(text: str) -> str:
     """
     for folder, url in shown_paths.items():
         text = text.replace(folder, url)
-    line = "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+    line = "".join(map(_printable_character, text))
     return _LONG_WORD.sub(lambda word: word[0][: _MOST - 3] + "...", line)
+
+
+def _printable_character(character: str) -> str:
+    return character if character.isprintable() else repr(character)[1:-1]
 
 
 def printable_lines(text: object) -> str:
@@ -101,13 +116,20 @@ def printable_lines(text: object) -> str:
     return "\n".join(map(printable, str(text).split("\n")))
 
 
+def encodable(text: str) -> str:
+    """Returns a text with escapes for the characters that standard output cannot encode."""
+    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # standard output may be closed
+    return text.encode(encoding, "backslashreplace").decode(encoding)
+
+
 def describe_error(error: BaseException) -> str:
     """Returns the type and the message of an error."""
+    name = type(error).__name__
     try:
         text = error.msg if isinstance(error, SyntaxError) else str(error)
     except Exception:  # the user's own __str__
-        text = ""
-    return f"{type(error).__name__}: {text}" if text else type(error).__name__
+        return name
+    return f"{name}: {text}" if text else name
 
 
 def format_value(value: Any) -> str:
@@ -121,13 +143,23 @@ def format_value(value: Any) -> str:
 def truncate(text: str) -> str:
     """Applies `printable` to a text, and truncates it to the length of a sentence."""
     line = printable(text)
-    return line if len(line) <= _MOST else line[: _MOST - 3] + "..."
+    if len(line) <= _MOST:
+        return line
+    return line[: _MOST - 3] + "..."
 
 
 def list_first(texts: Sequence[str], most: int, separator: str = ", ") -> str:
     """Returns the first texts of a list, and the number of further texts: `"a, b and 3 more"`."""
-    more = f" and {len(texts) - most} more" if len(texts) > most else ""
-    return f"{separator.join(texts[:most])}{more}"
+    joined = separator.join(texts[:most])
+    if len(texts) > most:
+        joined += f" and {len(texts) - most} more"
+    return joined
+
+
+def difference_message(name: str, values: Mapping[str, str]) -> str:
+    """Returns the message about a value that must be the same on all tasks; `values` are those of some tasks, by the task's name."""
+    received = [f"{value or 'nothing'} on {task}" for task, value in values.items()]
+    return f"{name} must be the same on all tasks. Received: {list_first(received, 8)}."
 
 
 def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
@@ -139,7 +171,9 @@ def unknown_name_message(what: str, received: str, known: Iterable[str]) -> str:
 def did_you_mean(word: str, known: Iterable[str]) -> str:
     """Returns `"; did you mean 'x'?"` for the known word nearest to `word`, or a full stop."""
     near = difflib.get_close_matches(str(word), list(known), n=1, cutoff=0.5)
-    return f"; did you mean {near[0]!r}?" if near else "."
+    if not near:
+        return "."
+    return f"; did you mean {near[0]!r}?"
 
 
 @contextlib.contextmanager

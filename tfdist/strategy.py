@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tfdist.aliases import Data, Function, Structure
 from tfdist.cluster.spec import ClusterSpec, ClusterTask
-from tfdist.config import StrategyTraits
+from tfdist.config import Outer, StrategyTraits
 
 if TYPE_CHECKING:
     import keras
@@ -43,6 +43,8 @@ class Statistics(Protocol):
     undeclared: dict[str, bool]
 
     def __contains__(self, variable: object) -> bool: ...
+    def add_local(self, local_steps: Any) -> None: ...
+    def show_shared(self) -> None: ...
     def synchronize(self) -> None: ...
     def desynchronize(self) -> None: ...
     def mark_possibly_changed(self) -> None: ...
@@ -59,12 +61,19 @@ class Strategy(Protocol):
         cluster: The cluster of `parameter_server`, for which this process is the chief; else None.
         cluster_task: The cluster and this process's task in it, if the replicas are in several processes; else None.
         bucket_bytes: The size of the buckets in which gradients are summed; 0 means one bucket.
+        shard_optimizer: Whether each process holds a part of the slots of optimizers.
+        row_updates: Which optimizers update only the rows of a large table that have a gradient, as in `StrategyConfig`.
+        weights_dtype: The type in which processes then send updated weights of float32.
+        sync_every: How many updates each worker makes alone between two exchanges of weights, by the first update; empty if none (see `sync_intervals`).
+        outer: The `Outer` that applies these exchanges.
+        batch_shares: The `BatchShares` of the workers; None if batches are divided evenly.
         timeout_seconds: The limit of a wait within a step; 0 means no limit, None that it is deduced (see `StrategyConfig`).
         batches_are_parts: Whether a batch of a worker's own dataset is this worker's part of the global batch; else it has the global size.
         gather_loss_bytes: The maximum bytes per example that replicas gather for a loss or metric of the whole batch.
         transport: The name of the transport of gradients; empty if all replicas are in one process.
         transport_reason: Why gradients use this transport.
         communicator: The `Communicator` of the replicas, once `communicator_for` has created it.
+        mesh: The `Mesh` of a model whose variables live as pieces, of which this strategy connects the workers with equal pieces; else None.
         unlike_processors: Each worker's number of threads if the workers' processors differ; else empty.
         num_workers: The number of processes with replicas, this one included.
         local_replicas: The numbers of this process's replicas among all replicas.
@@ -75,6 +84,9 @@ class Strategy(Protocol):
         flags: What the ranks agree on at a step: this rank's flags, which the next step averages over all ranks, `[n]` float32; or None.
         gauges: Variables of measurements in steps, which backups do not contain.
         own_time: The `OwnTime` of this task's steps, which an execution creates; None if there is no other task to wait for.
+        audit_every: The number of steps between two audits, as in `StrategyConfig`.
+        audit: The `Audit` of a training with `audit_every` on several workers; else None.
+        batch_record: The `BatchRecord` of the examples of training steps, for `tfdist verify`; else None.
         executions: The number of executions of models' functions so far; equal on all tasks between two executions.
     """
 
@@ -83,12 +95,19 @@ class Strategy(Protocol):
     cluster: ClusterSpec | None
     cluster_task: ClusterTask | None
     bucket_bytes: int
+    shard_optimizer: bool
+    row_updates: str
+    weights_dtype: str
+    sync_every: Sequence[tuple[int, int]]
+    outer: Outer
+    batch_shares: Any
     timeout_seconds: float | None
     batches_are_parts: bool
     gather_loss_bytes: int
     transport: str
     transport_reason: str
     communicator: Any
+    mesh: Any
     unlike_processors: tuple[int, ...]
     trainer: Trains | None
     engine: Attaches | None
@@ -96,6 +115,9 @@ class Strategy(Protocol):
     flags: tf.Variable | None
     gauges: Sequence[tf.Variable]
     own_time: Any
+    audit_every: int
+    audit: Any
+    batch_record: Any
     executions: int
 
     @property

@@ -4,35 +4,34 @@
 
 `kill` sends SIGKILL, `term` SIGTERM, and `stop` SIGSTOP and, after its seconds, SIGCONT. `@120` means after 120 training steps, and `@30s`
 30 seconds after the start. `launcher` in place of a task means the command. Each event happens once, also if a restart repeats its step.
-The exit code is that of the command, whose messages tell the outcome.
+The exit code is that of the command, whose messages tell the outcome. `tests/chaos` finds and signals its tasks by these functions, too.
 """
 
 from __future__ import annotations
 
-import contextlib
-import dataclasses
-import functools
 import json
 import os
 import re
+import select
 import signal
 import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import psutil
 
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 LAUNCHER = "launcher"
-SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "term": signal.SIGTERM}
+_SIGNALS = {"kill": signal.SIGKILL, "stop": signal.SIGSTOP, "continue": signal.SIGCONT, "term": signal.SIGTERM}
 _EVENT = re.compile(r"(kill|term|stop):([a-z]+(?::\d+)?)@(\d+)(s?)(?:\+(\d+)s)?")
 _LOOK_EVERY = 0.02  # seconds
+_END_SECONDS = 10  # limit of the wait for the end of a killed process
 
 
-@dataclasses.dataclass
-class Event:
+class Event(NamedTuple):
     """A fault of a task.
 
     Attributes:
@@ -42,7 +41,6 @@ class Event:
         at: The step, or the seconds after the start.
         is_time: Whether `at` is a time.
         seconds: The duration of a stop.
-        happened_at: The time at which it happened, or None.
     """
 
     text: str
@@ -51,7 +49,6 @@ class Event:
     at: int
     is_time: bool
     seconds: int
-    happened_at: float | None = None
 
 
 def parse(text: str) -> list[Event]:
@@ -67,48 +64,73 @@ def parse(text: str) -> list[Event]:
 
 def tasks(launcher: int) -> Iterator[tuple[str, int, int]]:
     """Yields the name, the process id and the step of each task that a launcher has started."""
-    with contextlib.suppress(psutil.Error):
-        for process in psutil.Process(launcher).children(recursive=True):
-            with contextlib.suppress(psutil.Error, KeyError, ValueError, OSError):
-                environ = process.environ()
+    try:
+        children = psutil.Process(launcher).children(recursive=True)
+    except psutil.Error:
+        return
+    for process in children:
+        try:
+            environ = process.environ()
+            name = process.name()  # of a task that a warm spare has forked
+            if "TF_CONFIG" in environ:
                 task = json.loads(environ["TF_CONFIG"])["task"]
-                if os.getsid(process.pid) == process.pid:  # not a process that the task has started
-                    steps = progress.read(environ[progress.FOLDER], f"{task['type']}-{task['index']}")
-                    yield f"{task['type']}:{task['index']}", process.pid, steps.done if steps else 0
+                name = f"{task['type']}-{task['index']}"
+            # Neither a process that the task has started, nor the spare.
+            if os.getsid(process.pid) == process.pid and re.fullmatch(r"[a-z]+-\d+", name):
+                done = progress.read(environ[progress.FOLDER], name).done
+                yield name.replace("-", ":"), process.pid, done
+        except (psutil.Error, KeyError, OSError):  # it has just ended, or is another program
+            continue
+
+
+def signal_victim(what: str, pid: int) -> None:
+    """Kills, stops, continues or ends a process. Has no effect on a process that has ended, and waits for the end of one that it kills."""
+    try:
+        handle = os.pidfd_open(pid)
+    except ProcessLookupError:
+        return
+    try:
+        # A task leads its group, in which the processes that it has started are, too; a launcher may be in the group of this process.
+        send = os.killpg if os.getpgid(pid) == pid else os.kill
+        send(pid, _SIGNALS[what])
+        if what == "kill":
+            select.select([handle], [], [], _END_SECONDS)
+    except ProcessLookupError:
+        pass
+    finally:
+        os.close(handle)
 
 
 def run(events: Sequence[Event], command: Sequence[str]) -> int:
     """Runs a command, and causes the events in its tasks; returns its exit code."""
     launcher = subprocess.Popen(command)
-    started, stopped = time.monotonic(), list[tuple[float, str, int]]()
+    started = time.monotonic()
+    waiting = list(events)
+    stopped: list[tuple[float, str, int]] = []
     while launcher.poll() is None:
         time.sleep(_LOOK_EVERY)
         now = time.monotonic()
         for resumes, name, pid in [each for each in stopped if each[0] <= now]:
             stopped.remove((resumes, name, pid))
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(pid, signal.SIGCONT)
+            signal_victim("continue", pid)
             print(f"chaos: {name} continues", flush=True)
-        waiting = [event for event in events if event.happened_at is None]
-        found = {name: (pid, step) for name, pid, step in tasks(launcher.pid)} if waiting else {}
+        if not waiting:
+            continue
+        found = {name: (pid, step) for name, pid, step in tasks(launcher.pid)}
         done = max((step for _, step in found.values()), default=0)
-        for event in waiting:
-            if (now - started if event.is_time else done) < event.at or event.victim not in (*found, LAUNCHER):
+        found[LAUNCHER] = launcher.pid, 0
+        for event in list(waiting):
+            reached = now - started if event.is_time else done
+            if reached < event.at or event.victim not in found:
                 continue
-            event.happened_at = now
-            # A task is the leader of its group, in which the processes that it has started are, too.
-            send = launcher.send_signal
-            if event.victim != LAUNCHER:
-                pid, _ = found.pop(event.victim)
-                send = functools.partial(os.killpg, pid)
-                if event.what == "stop":
-                    stopped.append((now + event.seconds, event.victim, pid))
-            with contextlib.suppress(ProcessLookupError):
-                send(SIGNALS[event.what])
+            waiting.remove(event)
+            pid, _ = found.pop(event.victim)
+            signal_victim(event.what, pid)
+            if event.what == "stop":
+                stopped.append((now + event.seconds, event.victim, pid))
             print(f"chaos: {event.text} happened at step {done}", flush=True)
-    for event in events:
-        if event.happened_at is None:
-            print(f"chaos: {event.text} never happened", flush=True)
+    for event in waiting:
+        print(f"chaos: {event.text} never happened", flush=True)
     return launcher.returncode if launcher.returncode >= 0 else 128 - launcher.returncode
 
 

@@ -1,13 +1,82 @@
-"""A killed training on files resumes to the bit: under a limit of a tenth of their memory, and with any state of a cache."""
+"""A training on files resumes to the bit: also killed under a limit of a tenth of their memory, and with a cache."""
 
+from __future__ import annotations
+
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 
+import keras
+import numpy as np
 import pytest
+import tensorflow as tf
 
+import tfdist
+from tests.backup.test_backup import Interrupt, Interrupted
+from tests.helpers.reused_model import ReusedModel
 from tests.multiprocess import harness
+from tfdist.data import row_source
+
+ROWS, BATCH = 40, 8
+STEPS = ROWS // BATCH
+
+
+@pytest.fixture(scope="module")
+def files(tmp_path_factory):
+    """Returns the folder of the same examples in both formats."""
+    folder = tmp_path_factory.mktemp("files")
+    x = np.random.default_rng(0).standard_normal((ROWS, 3), np.float32)
+    y = x.sum(1, keepdims=True)
+    np.savez(folder / "0.npz", x=x, y=y)
+    with tf.io.TFRecordWriter(str(folder / "0.tfrecord")) as writer:
+        for row in np.hstack([x, y]):
+            writer.write(row.tobytes())
+    return folder
+
+
+def double(x, y):
+    return 2 * x, y
+
+
+def parse(record):
+    values = tf.ensure_shape(tf.io.decode_raw(record, tf.float32), [4])
+    return values[:3], values[3:]
+
+
+SOURCES = {
+    "arrays": lambda files, cache: tfdist.data.arrays_from(files / "*.npz", BATCH, seed=5, map=double),
+    "records": lambda files, cache: tfdist.data.records_from(files / "*.tfrecord", parse, BATCH, seed=5),
+    "cached": lambda files, cache: tfdist.data.arrays_from(files / "*.npz", BATCH, seed=5, map=double, cache=cache),
+}
+
+
+@pytest.fixture(scope="module")
+def reused(mirrored):
+    with tfdist.Trainer(mirrored).scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("adam", "mse")
+    return ReusedModel(model)
+
+
+@pytest.mark.parametrize("kind", SOURCES)
+def test_an_interrupted_training_resumes_to_the_bit(files, reused, mirrored, tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(row_source, "_BLOCK_ROWS", 10)
+
+    def train(backups, *callbacks):
+        trainer = tfdist.Trainer(mirrored, backup=tfdist.BackupAndRestore(tmp_path / backups, 3))
+        model = reused.reset()
+        data = SOURCES[kind](files, tmp_path / "cache")
+        with contextlib.suppress(Interrupted):
+            trainer.fit(model, data, epochs=2, verbose=0, callbacks=[*callbacks])
+        return [weight.tobytes() for weight in model.get_weights()]
+
+    whole = train("whole")
+    train("interrupted", Interrupt(step=STEPS + 3))
+    resumed = Interrupt()
+    assert train("interrupted", resumed) == whole
+    assert resumed.batches == [(1, 1), (1, 2), (1, 3), (1, 4)], "from step 6"
 
 
 def end(run):
@@ -15,17 +84,18 @@ def end(run):
     return run.stdout.splitlines()[-1].split(" steps, ")
 
 
-def start(program, *arguments):
-    command = [sys.executable, "-m", f"tests.backup.{program}", *map(str, arguments)]
+def start(*arguments):
+    command = [sys.executable, "-m", "tests.backup.arrays_program", *map(str, arguments)]
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=200)
 
 
+@pytest.mark.full
 @pytest.mark.timeout(240)
 @pytest.mark.parametrize("kind", ["arrays", "records"])
 def test_a_killed_training_resumes_within_a_tenth_of_the_memory(tmp_path, kind):
     def run(backups, dies_at):
-        return start("arrays_program", tmp_path / "files", tmp_path / backups, dies_at, kind)
+        return start(tmp_path / "files", tmp_path / backups, dies_at, kind)
 
     through = run("whole", 0)
     assert run("killed", 13).returncode == -signal.SIGKILL
@@ -34,19 +104,3 @@ def test_a_killed_training_resumes_within_a_tenth_of_the_memory(tmp_path, kind):
     assert (int(all_steps), weights) == (24, expected)
     assert int(steps) in (14, 19), "from step 10; from step 5, if the backup of step 10 was still being written"
     assert "will not be exact" not in resumed.stderr + through.stderr
-
-
-@pytest.mark.timeout(300)
-def test_a_killed_training_resumes_to_the_bit_with_a_cold_a_partly_filled_and_a_warm_cache(tmp_path):
-    def run(backups, cache, dies_at=0):
-        return start("cache_program", tmp_path / "files", tmp_path / backups, cache, dies_at)
-
-    folder = tmp_path / "cache"
-    killed = run("backups", folder, 8)
-    assert killed.returncode == -signal.SIGKILL, killed.stderr  # in the first epoch, in which the cache is filled
-    steps, weights = end(run("backups", folder))
-    assert int(steps) < 30
-    assert weights == end(run("warm", folder))[1]
-    assert weights == end(run("cold", "memory"))[1]
-    assert run("killed", "memory", 22).returncode == -signal.SIGKILL
-    assert weights == end(run("killed", "memory"))[1]

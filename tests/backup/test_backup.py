@@ -19,15 +19,17 @@ from tensorflow.python.eager import context as eager_context
 import tfdist
 from tests.helpers import tiers
 from tests.helpers.launched_job import until
+from tests.helpers.reused_model import ReusedModel
 from tests.multiprocess.test_backup import differences
 from tfdist import BackupError, ConfigError, data
-from tfdist.backup import snapshot_writer
+from tfdist.backup import callback
 from tfdist.backup.storage import Storage
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.per_variable import PerVariable
 from tfdist.compression.powersgd import PowerSGD
 from tfdist.compression.topk import TopK
-from tfdist.runtime import ownership
+from tfdist.runtime.folders import claim, finished_training
+from tfdist.runtime.folders.claim import Claim
 
 EXAMPLES, BATCH = 80, 16
 STEPS = EXAMPLES // BATCH
@@ -83,9 +85,9 @@ class Counter(keras.callbacks.Callback):
         self.seen, self.total = state["seen"], state["total"]
 
 
-@pytest.fixture(scope="module")
+@pytest.fixture
 def trainer(mirrored):
-    return tfdist.Trainer(mirrored)
+    return tfdist.Trainer(mirrored)  # another test may have made one of this strategy since
 
 
 @pytest.fixture(autouse=True)
@@ -124,10 +126,29 @@ SLOW = ("arrays", "several_epochs_a_pass", "generator", "endless", "finite_funct
 SLOW += ("executions_that_do_not_divide", "metrics_with_state", "loss_scale")
 
 
-def build(trainer, optimizer=None, units=8, compression=None, state=True, **compiled):
+_reused: dict[object, ReusedModel] = {}
+
+
+def reuse(key, make):
+    """Returns the model that `make` has made for this key, as it was at first."""
+    if key not in _reused:
+        keras.backend.clear_session()  # names as in another process
+        keras.utils.set_random_seed(3)
+        _reused[key] = ReusedModel(make())
+    keras.utils.set_random_seed(3)
+    return _reused[key].reset()
+
+
+def build(trainer, compression=None, **built):
+    trainer.compression = compression
+    if compression is None:
+        return reuse(("model", *sorted(built.items())), lambda: make_model(trainer, **built))
     keras.backend.clear_session()
     keras.utils.set_random_seed(3)
-    trainer.compression = compression
+    return make_model(trainer, **built)
+
+
+def make_model(trainer, optimizer=None, units=8, state=True, **compiled):
     with trainer.scope():
         layers = [keras.layers.BatchNormalization(momentum=0.8), keras.layers.Dropout(0.3)] if state else []
         hidden = keras.layers.Dense(units, use_bias=False)
@@ -172,19 +193,23 @@ def life(trainer, backup, interrupt=None, given="function", epochs=3, callbacks=
 
 
 @pytest.fixture(scope="module")
-def undisturbed(trainer):
+def undisturbed(mirrored):
     """What `life` trains if nothing is said and nothing interrupts."""
-    return life(trainer, None)[0]
+    return life(tfdist.Trainer(mirrored), None)[0]
 
 
-def fit_line(trainer, *callbacks, epochs=2, **how):
-    """Trains a model of one layer, for tests of when backups are written and removed, and returns it."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(3)
-    trainer.compression = None
+def make_line(trainer):
     with trainer.scope():
         model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
         model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def fit_line(trainer, *callbacks, epochs=2, seed=3, **how):
+    """Trains a model of one layer, for tests of when backups are written and removed, and returns it."""
+    trainer.compression = None
+    model = reuse("line", lambda: make_line(trainer))
+    keras.utils.set_random_seed(seed)
     trainer.fit(model, **DATA["function"](), epochs=epochs, verbose=0, callbacks=[*callbacks], **how)
     return model
 
@@ -227,7 +252,7 @@ def test_keras_own_callback_is_replaced(trainer, tmp_path, capsys):
     assert not [*folder.glob("step-*")], "removed when fit ends, as by Keras"
     assert "replaces keras.callbacks.BackupAndRestore" in capsys.readouterr().out
     fit_line(trainer, keras.callbacks.BackupAndRestore(folder, delete_checkpoint=False), epochs=1)
-    assert [*folder.glob("step-*")]
+    assert [*folder.glob("fit-2/step-*")], "a second fit of this program"
 
 
 def test_keras_own_callback_is_left_out_beside_a_backup(trainer, tmp_path, capsys):
@@ -270,14 +295,17 @@ class Told(keras.callbacks.Callback):
             time.sleep(0.3)
 
 
+def with_averages():
+    return keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)
+
+
 @pytest.mark.parametrize("swap_on_epoch", [True, pytest.param(False, marks=pytest.mark.slow)])
 def test_a_validation_of_moving_averages_may_be_told_to_go(trainer, tmp_path, swap_on_epoch):
     def train(*callbacks, folder=tmp_path, **how):
         saved = backup(folder, 1000, **how)
         swaps = keras.callbacks.SwapEMAWeights(swap_on_epoch)
-        averages = {"optimizer": lambda: keras.optimizers.Adam(0.01, use_ema=True, ema_momentum=0.9)}
-        validation = (X[:24], Y[:24])
-        return life(trainer, saved, callbacks=[swaps, *callbacks], validation=validation, state=False, **averages)
+        how = {"validation": (X[:24], Y[:24]), "state": False, "optimizer": with_averages}
+        return life(trainer, saved, callbacks=[swaps, *callbacks], **how)
 
     expected, _ = train(folder=tmp_path / "other")
     with pytest.raises(SystemExit) as left:
@@ -312,16 +340,18 @@ class OwnLogs(keras.Model):
 
 
 def test_logs_that_a_step_computes_from_metrics_are_the_epochs(trainer, tmp_path):
-    def train(*callbacks, folder=tmp_path, **how):
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(3)
+    def make():
         with trainer.scope():
             inputs = keras.Input((6,))
             model = OwnLogs(inputs=inputs, outputs=keras.layers.Dense(1)(inputs))
             model.compile(keras.optimizers.SGD(0.1))
+        return model
+
+    def train(*callbacks, folder=tmp_path, **how):
+        model = reuse("own logs", make)
         saved = backup(folder, 1000, **how)
         # One replica has an example more than the other.
-        given = {"batch_size": 11, "epochs": 3, "shuffle": False, "validation_data": (X[:22], Y[:22])}
+        given = {"batch_size": 11, "epochs": 2, "shuffle": False, "validation_data": (X[:22], Y[:22])}
         return model.fit(X[:33], Y[:33] / 2.0, verbose=0, callbacks=[*callbacks, saved], **given).history
 
     expected = train(folder=tmp_path / "other")
@@ -345,6 +375,7 @@ def test_it_may_be_interrupted_again_and_again(trainer, tmp_path):
 FED_BACK = {
     "compression": PerVariable({"kernel": ErrorFeedback(TopK(0.1))}),
     "optimizer": lambda: keras.optimizers.SGD(0.05, momentum=0.9),
+    "state": False,
 }
 OPTIONS = {
     "compression": FED_BACK,
@@ -380,7 +411,7 @@ def test_so_it_does_with(trainer, tmp_path, case):
         assert _without_rates(trainer, backup(tmp_path), Interrupt(step=8), **how) is None
         assert differences(_without_rates(trainer, backup(tmp_path), **how), expected) == []
     else:
-        check_equal(trainer, tmp_path, [Interrupt(step=5)], **how)
+        check_equal(trainer, tmp_path, [Interrupt(step=5)], epochs=2, **how)
 
 
 def _without_rates(trainer, saved, interrupt=None, **how):
@@ -522,7 +553,6 @@ WAYS = {
 @pytest.mark.parametrize("way", WAYS)
 def test_saving_a_model_after_its_fit_removes_the_backups_of_that_fit(trainer, tmp_path, way):
     save, stays = WAYS[way]
-    trainer._take_models()  # another module may have made a trainer of this strategy since
     model = fit_line(trainer, backup(tmp_path, delete_checkpoint=way != "delete_checkpoint"))
     with contextlib.suppress(ValueError):
         save(model, tmp_path)
@@ -627,6 +657,7 @@ def test_the_only_backup_is_not_written_over(trainer, tmp_path, monkeypatch):
 
 def test_each_fit_finds_its_own_backups_though_others_are_deleted(trainer, tmp_path):
     for attempt in range(2):
+        callback._saved_fits.clear()  # as in another process
         trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
         model = fit_line(trainer)
         trainer.save(model, tmp_path / "first.keras")
@@ -636,6 +667,39 @@ def test_each_fit_finds_its_own_backups_though_others_are_deleted(trainer, tmp_p
             trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[second])
     assert second.batches[0] == (1, 0)
     assert model.optimizer.iterations.numpy() == 4 * STEPS
+
+
+def test_trainings_one_after_the_other_in_one_folder_do_not_resume_from_each_other(trainer, tmp_path):
+    for attempt in range(2):
+        callback._saved_fits.clear()  # as in another process
+        first, second = Interrupt(), Interrupt(step=None if attempt else STEPS + 1)
+        trainer.save(fit_line(trainer, backup(tmp_path, "epoch"), first), tmp_path / "model.keras")
+        with contextlib.suppress(Interrupted):
+            model = fit_line(trainer, backup(tmp_path, "epoch"), second)
+        assert first.batches[0] == (0, 0) and second.batches[0] == ((1, 0) if attempt else (0, 0))
+    trainer.save(model, tmp_path / "model.keras")
+    assert not (tmp_path / "backup").exists()
+
+
+@pytest.mark.parametrize(
+    ("start", "resumes"),
+    [("process 1 on a (1), begun at 1.0", True), ("process 2 on a (2), begun at 1.0", False), ("", False)],
+)
+def test_only_a_restart_of_the_same_run_resumes_a_training_whose_model_is_saved(
+    trainer, tmp_path, monkeypatch, start, resumes
+):
+    folder = tmp_path / "backup"
+    fit_line(trainer, backup(tmp_path))
+    monkeypatch.setenv(claim.JOB, "process 1 on a (1), begun at 1.0")
+    assert not finished_training.finish(str(folder)), "the launcher may restart the tasks"
+    monkeypatch.setenv(claim.JOB, start) if start else monkeypatch.delenv(claim.JOB)
+    assert backup(tmp_path).resumes() == resumes
+    again = Interrupt(step=1)
+    with contextlib.suppress(Interrupted):
+        fit_line(trainer, backup(tmp_path), again)
+    assert again.batches == ([] if resumes else [(0, 0)])
+    assert [*folder.glob("step-*")] if resumes else not [*folder.glob("step-*")]
+    assert not (folder / "finished").exists(), "the training is not saved in this life"
 
 
 class Second(keras.callbacks.Callback):
@@ -648,8 +712,8 @@ class Second(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if self.steps == STEPS - 1:
-            self.monkeypatch.setattr(ownership, "_this_run", "process 1 on elsewhere")
-            snapshot_writer.OwnershipMarker(str(self.folder)).acquire()
+            self.monkeypatch.setattr(claim, "_this_run", "process 1 on elsewhere (1), begun at 1.0")
+            Claim(str(self.folder), "backup_dir").take()
             self.monkeypatch.undo()
 
 
@@ -659,7 +723,7 @@ def test_of_two_runs_with_one_folder_the_first_ends_and_spoils_nothing(trainer, 
         life(trainer, backup(tmp_path, 3), callbacks=[Second(folder, monkeypatch)])
     assert [path.name for path in folder.glob("step-*")] == ["step-3"]
     assert differences(life(trainer, backup(tmp_path, 3))[0], undisturbed) == []
-    assert not (folder / ownership.FILE).exists()
+    assert not (folder / claim.FILE).exists()
 
 
 @pytest.mark.full
@@ -682,19 +746,11 @@ def test_a_run_without_a_seed_gets_one_and_the_next_run_the_same(trainer, tmp_pa
 
 
 def test_another_seed_than_that_of_the_backup_is_said(trainer, tmp_path, capsys):
-    def fit(seed, *callbacks):
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(seed)
-        with trainer.scope():
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3)])
-            model.compile("sgd", keras.losses.SparseCategoricalCrossentropy(from_logits=True))
-        trainer.fit(model, **DATA["function"](), epochs=2, verbose=0, callbacks=[*callbacks, backup(tmp_path)])
-
     for step in (4, 1):
         with pytest.raises(Interrupted):
-            fit(1001, Interrupt(step))
+            fit_line(trainer, Interrupt(step), backup(tmp_path), seed=1001)
     assert "the random seed" not in capsys.readouterr().out
-    fit(1002)
+    fit_line(trainer, backup(tmp_path), seed=1002)
     assert "the random seed was not the backup's and has been set to the backup's" in capsys.readouterr().out
 
 
@@ -715,19 +771,16 @@ def test_logs_and_arguments_may_be_what_keras_takes(trainer, tmp_path):
         def __call__(self, step):
             return 0.01
 
-    how = {
-        "metrics": lambda: [keras.metrics.F1Score()],
-        "loss": "categorical_crossentropy",
-        "optimizer": lambda: keras.optimizers.SGD(Rate()),
-    }
+    def make():
+        with trainer.scope():
+            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
+            model.compile(keras.optimizers.SGD(Rate()), "categorical_crossentropy", metrics=[keras.metrics.F1Score()])
+        return model
+
     arrays = {"x": X, "y": keras.utils.to_categorical(Y), "batch_size": BATCH}
 
     def train(interrupt):
-        keras.backend.clear_session()
-        keras.utils.set_random_seed(1)
-        with trainer.scope():
-            model = keras.Sequential([keras.Input((6,)), keras.layers.Dense(3, activation="softmax")])
-            model.compile(how["optimizer"](), how["loss"], metrics=how["metrics"]())
+        model = reuse("arguments", make)
         weights = dict(zip(np.unique(Y), [1.0, 2.0, 0.5], strict=True))
         callbacks = [interrupt, backup(tmp_path, STEPS)]
         return trainer.fit(model, **arrays, class_weight=weights, epochs=2, verbose=0, callbacks=callbacks).history
@@ -761,9 +814,9 @@ def test_a_training_that_begins_later_counts_from_there(trainer, tmp_path):
         ({"save_freq": 0}, "save_freq must be 'epoch' or a number of steps, 1 or more. Received: 0"),
         ({"save_freq": "batch"}, "Received: 'batch'"),
         ({"save_freq": True}, "Received: True"),
-        ({"save_every_seconds": 0}, "save_every_seconds must be more than 0"),
+        ({"save_every_seconds": 0}, "save_every_seconds must be a number of seconds, more than 0"),
         ({"keep": 0}, "keep must be 1 or more"),
-        ({"grace_seconds": 0}, "grace_seconds must be more than 0"),
+        ({"grace_seconds": 0}, "grace_seconds must be a number of seconds, more than 0"),
     ],
 )
 def test_arguments_out_of_range_are_refused(tmp_path, arguments, message):
@@ -796,10 +849,10 @@ OTHERS = {
 
 
 @pytest.fixture(scope="module")
-def interrupted(trainer, tmp_path_factory):
+def interrupted(mirrored, tmp_path_factory):
     """The backup of a training that was interrupted."""
     folder = tmp_path_factory.mktemp("interrupted")
-    life(trainer, backup(folder, config=CONFIG), Interrupt(step=4))
+    life(tfdist.Trainer(mirrored), backup(folder, config=CONFIG), Interrupt(step=4))
     return folder / "backup"
 
 

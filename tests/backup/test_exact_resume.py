@@ -12,6 +12,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.backup.test_backup import Interrupt, Interrupted
+from tests.helpers.reused_model import ReusedModel
 from tfdist import data as data_lib
 
 pytestmark = pytest.mark.filterwarnings("ignore:Your input ran out of data")  # Keras says so of data of unknown size
@@ -182,7 +183,9 @@ def noisy_loss(draw):
 
 
 # Several that draw by states of their own: one that was not restored would make the weights others.
-TOGETHER = {"data": interleaved_and_generated, "callback": DrawsRate, "step": keras.random.normal}
+# Each program has a generator of Keras' of its own, which a step holds that draws from it: it cannot be reused.
+BY_KERAS = {"reuse": False}
+TOGETHER = {"data": interleaved_and_generated, "callback": DrawsRate, "step": keras.random.normal, **BY_KERAS}
 PLAIN = {"data": lambda: plain().shuffle(20).batch(BATCH)}
 EXACT = {
     "flip": {"data": flipped},
@@ -210,9 +213,9 @@ EXACT = {
     "numpy_function_of_global": {"data": global_noise},
     "callback": {"callback": DrawsRate},
     "py_dataset_with_state": {"data": lambda: Keeping(own())},
-    "keras_random_in_layer": {"layer": lambda: Noise(keras.random.normal)},
-    "keras_random_in_loss": {"loss": lambda: noisy_loss(keras.random.normal)},
-    "keras_random_in_step": {"step": keras.random.normal},
+    "keras_random_in_layer": {"layer": lambda: Noise(keras.random.normal), **BY_KERAS},
+    "keras_random_in_loss": {"loss": lambda: noisy_loss(keras.random.normal), **BY_KERAS},
+    "keras_random_in_step": {"step": keras.random.normal, **BY_KERAS},
     "generator_interleave_callback_and_step": TOGETHER,
     # These were exact before.
     "epochs": {"data": lambda: lambda c: data_lib.epochs((X, Y), c, BATCH, 5), "steps_per_epoch": STEPS},
@@ -238,21 +241,10 @@ FULL = (
 )  # amid an epoch; all others are slow
 
 
-def train(
-    trainer,
-    backup=None,
-    interrupt=None,
-    data=PLAIN["data"],
-    layer=None,
-    loss=lambda: LOSS,
-    step=None,
-    callback=None,
-    **fit,
-):
-    """Trains as a program does that is started anew; returns the weights, or None if it was interrupted."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(3)
-    trainer, given = trainer(), data()
+_reused: dict[object, ReusedModel] = {}
+
+
+def make_model(trainer, layer, loss, step):
     with trainer.scope():
         middle = [layer()] if layer else []
         layers = [keras.Input((4, 4, 1)), *middle, keras.layers.Flatten(), keras.layers.Dense(3)]
@@ -260,6 +252,34 @@ def train(
         if step:
             model.draw = step
         model.compile(keras.optimizers.SGD(0.05, momentum=0.9), loss())
+    return model
+
+
+def plain_loss():
+    return LOSS
+
+
+def train(
+    trainer,
+    backup=None,
+    interrupt=None,
+    data=PLAIN["data"],
+    layer=None,
+    loss=plain_loss,
+    step=None,
+    callback=None,
+    reuse=True,
+    **fit,
+):
+    """Trains as a program does that is started anew; returns the weights, or None if it was interrupted."""
+    trainer = trainer()
+    key = (layer, loss, step)
+    if key not in _reused or not reuse:
+        keras.backend.clear_session()
+        keras.utils.set_random_seed(3)
+        _reused[key] = ReusedModel(make_model(trainer, layer, loss, step))
+    keras.utils.set_random_seed(3)
+    given, model = data(), _reused[key].reset()
     callbacks = [each for each in (interrupt, backup, callback and callback()) if each]
     try:
         trainer.fit(model, given, epochs=3, verbose=0, callbacks=callbacks, **fit)

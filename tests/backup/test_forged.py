@@ -12,12 +12,15 @@ import numpy as np
 import pytest
 
 from tests.backup.test_storage import ALONE, FOURTEEN, ONE, REST, SEVEN, write
-from tfdist.backup import contents, state
+from tests.helpers.unprivileged import NOBODY
+from tfdist.backup import contents, listing, state
 from tfdist.backup import storage as storage_lib
+from tfdist.backup.contents import SHARED
 from tfdist.backup.search import find_backup, read_seed
-from tfdist.backup.snapshot_writer import OwnershipMarker
-from tfdist.backup.storage import SHARED, Storage
-from tfdist.runtime import ownership
+from tfdist.backup.storage import Storage
+from tfdist.errors import ConfigError
+from tfdist.runtime.folders import claim
+from tfdist.runtime.folders.claim import Claim
 
 
 def change_manifest(folder, change):
@@ -48,6 +51,10 @@ def changed(name, **values):
     return lambda folder: change_manifest(folder, lambda body: body[name].update(values))
 
 
+def updated(**values):
+    return lambda folder: change_manifest(folder, lambda body: body.update(values))
+
+
 def in_place(name, make):
     def prepare(folder):
         path = folder / "step-14" / name
@@ -74,11 +81,30 @@ FORGED = {
         f"no {name}": (without(name), NO_FIELD.format(name))
         for name in ("files", "seed", "about", "position", "stop_training")
     },
-    "seed is no number": (lambda f: change_manifest(f, lambda b: b.update(seed="x")), NO_FIELD.format("seed")),
+    "seed is no number": (updated(seed="x"), NO_FIELD.format("seed")),
     "no variables": (changed("about", variables=None), NO_FIELD.format(r"about\.variables")),
     "odd optimizer": (changed("about", optimizer={"0": 1}), NO_FIELD.format(r"about\.optimizer\.0")),
     "odd position": (changed("position", where=1), NO_FIELD.format(r"position\.where")),
     "a file elsewhere": (changed("files", **{"../checkpoint": {"bytes": 1}}), r"names '\.\./checkpoint'"),
+    **{
+        f"{tasks} tasks and {replicas} replicas": (
+            updated(tasks=tasks, replicas=replicas),
+            f"names {tasks} tasks and {replicas} replicas, which no run could have",
+        )
+        for tasks, replicas in [(0, 1), (-1, 1), (10**30, 10**30), (1, 0), (1, -1), (1, 10**30)]
+    },
+    "two tasks": (updated(tasks=2, replicas=2), "does not name the part rank-1"),
+    "a seed of 10^30": (updated(seed=10**30), NO_FIELD.format("seed")),
+    "no file named": (updated(files={}), "does not name the part shared"),
+    "no part of a rank named": (
+        lambda f: change_manifest(f, lambda b: b["files"].pop("rank-0.index")),
+        "does not name the part rank-0",
+    ),
+    "no checksum of a part": (
+        lambda f: change_manifest(f, lambda b: b["files"]["rank-0.index"].pop("crc32")),
+        "does not name the part rank-0",
+    ),
+    "no part of a rank": (lambda f: (f / "step-14/rank-0.index").unlink(), "rank-0.index is missing"),
     "deep": (
         in_place("manifest.json", lambda path: path.write_text("[" * 200_000)),
         "manifest.json differs from the data written",
@@ -117,6 +143,9 @@ def test_the_older_one_is_used(tmp_path, capsys, case):
     [line] = capsys.readouterr().out.splitlines()
     assert line.endswith("; trying the backup before it")
     assert re.search(sentence, line), line
+    shown = listing.read(str(tmp_path))
+    assert [(each.point.step, each.state) for each in shown] == [(14, "damaged"), (7, "whole")]
+    assert shown[0].why in line, "`tfdist backup show` gives the reason of the run"
     assert read_seed(str(tmp_path)) == 3
 
     storage_lib.set_damaged_aside(storage, SEVEN)
@@ -128,6 +157,22 @@ def test_the_older_one_is_used(tmp_path, capsys, case):
     assert not list(tmp_path.glob("damaged-*"))
     if case == "folder is a link":
         assert (tmp_path / "elsewhere" / "manifest.json").exists()
+
+
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root gives files to others")
+@pytest.mark.parametrize("name", ["step-14", "step-14/manifest.json", "checkpoint"])
+def test_files_of_another_user_are_refused_by_a_run_and_by_the_list(tmp_path, name):
+    write(tmp_path, 7)
+    write(tmp_path, 14)
+    os.chown(tmp_path / name, NOBODY, NOBODY)
+    with pytest.raises(ConfigError, match=f"{name} belongs to user {NOBODY}") as refused:
+        find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE)
+    if name == "checkpoint":
+        with pytest.raises(ConfigError, match=re.escape(str(refused.value))):
+            listing.read(str(tmp_path))
+    else:
+        newest, older = listing.read(str(tmp_path))
+        assert (newest.state, newest.why, older.state) == ("unreadable", str(refused.value), "whole")
 
 
 def test_a_copy_under_a_larger_number_is_not_the_newest(tmp_path, capsys):
@@ -147,7 +192,7 @@ def test_a_list_that_is_no_file_is_left_out(tmp_path):
     assert (tmp_path / "checkpoint").is_file()
 
 
-@pytest.mark.parametrize("name", [ownership.FILE, f"{ownership.FILE}.partial", "rank-0.probe", "checkpoint.partial"])
+@pytest.mark.parametrize("name", [claim.FILE, f"{claim.FILE}.partial", "rank-0.probe", "checkpoint.partial"])
 @pytest.mark.parametrize("kind", ["link", "fifo"])
 def test_no_link_is_written_through(tmp_path, name, kind):
     folder, victim = tmp_path / "backup", tmp_path / "victim"
@@ -155,8 +200,8 @@ def test_no_link_is_written_through(tmp_path, name, kind):
     victim.write_text("precious")
     (folder / name).symlink_to(victim) if kind == "link" else os.mkfifo(folder / name)
     assert find_backup(Storage(str(folder), 0, 1), ALONE, ONE).point.step == 7
-    marker = OwnershipMarker(str(folder))
-    marker.acquire()
+    marker = Claim(str(folder), "backup_dir")
+    marker.take()
     marker.check()
     write(folder, 14)
     marker.release()

@@ -151,3 +151,15 @@ def test_a_callback_that_is_not_there_any_more_is_left_out(model):
     first.state = 1
     shared, own = TrainingState(model, [first]).capture()
     TrainingState(model, []).restore({k: v.numpy() for k, v in shared.items()}, {k: v.numpy() for k, v in own.items()})
+
+
+def test_a_scalar_weight_that_a_callback_holds_is_one_again(model):
+    """`EarlyStopping(restore_best_weights=True)` sets weights to what it remembers; Keras reads the shape of each."""
+    stopping = keras.callbacks.EarlyStopping(restore_best_weights=True)
+    stopping.best_weights = [np.float32(3.5), np.zeros(2, "float32")]
+    state = TrainingState(model, [stopping])
+    taken = [{name: np.array(value) for name, value in part.items()} for part in state.capture()]
+    stopping.best_weights = None
+    state.restore(*taken)
+    scalar, vector = stopping.best_weights
+    assert (scalar.dtype, scalar.shape, scalar) == (np.float32, (), 3.5) and vector.shape == (2,)

@@ -3,19 +3,23 @@
 from __future__ import annotations
 
 import pathlib
+import subprocess
+import sys
 import threading
 
 import numpy as np
 import pytest
 import tensorflow as tf
 
+from tfdist.backup import pieces
 from tfdist.backup import storage as storage_lib
-from tfdist.backup.contents import BEFORE_ALL, SavePoint
-from tfdist.backup.search import FORMAT, Size, find_backup
+from tfdist.backup.contents import BEFORE_ALL, FORMAT, SHARED, SavePoint, part_of
+from tfdist.backup.search import Size, find_backup
 from tfdist.backup.state import replica_key
-from tfdist.backup.storage import SHARED, CorruptBackupError, Storage
+from tfdist.backup.storage import CorruptBackupError, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
+from tfdist.runtime.folders.finished_training import remove_backups
 
 ALONE, ONE = Ranks(None, 0, ["worker:0"]), Size(1, 1)
 
@@ -34,7 +38,7 @@ def write(folder, step, keep=2, ranks=1, replicas=1, epoch_ended=False):
             replica_key(number, "own"): np.full(100, step + number, np.float32)
             for number in range(one.rank * local, one.rank * local + local)
         }
-        one.write_part(point, one.part, {**own, "of the task": np.int64(one.rank), "rest": REST})
+        one.write_part(point, part_of(one.rank), {**own, "of the task": np.int64(one.rank), "rest": REST})
     all_ranks[0].write_part(point, SHARED, {"a": np.arange(1000, dtype=np.float32) * step, "b/c": np.int64(step)})
     values = {
         "format": FORMAT,
@@ -162,12 +166,12 @@ def test_every_byte_counts(tmp_path, name):
 
 def test_one_that_was_never_finished_is_no_backup(tmp_path, capsys):
     one = Storage(str(tmp_path), 0, 1)
-    one.write_part(SEVEN, one.part, {"own": np.zeros(3)})
+    one.write_part(SEVEN, part_of(one.rank), {"own": np.zeros(3)})
     assert find_backup(one, ALONE, ONE) is None, "nothing is lost"
     one.clean(after=BEFORE_ALL)
     assert files(tmp_path) == []
     write(tmp_path, 7)
-    one.write_part(FOURTEEN, one.part, {"own": np.zeros(3)})
+    one.write_part(FOURTEEN, part_of(one.rank), {"own": np.zeros(3)})
     assert find_backup(one, ALONE, ONE).point.step == 7
     assert "step-14 was not finished" in capsys.readouterr().out
 
@@ -227,13 +231,13 @@ def test_another_format_is_rejected_by_its_number(tmp_path, monkeypatch):
 
 def test_the_manifest_waits_for_all_parts(tmp_path):
     chief, other = (Storage(str(tmp_path), rank, 2) for rank in range(2))
-    for part in (chief.part, SHARED):
+    for part in (part_of(chief.rank), SHARED):
         chief.write_part(SEVEN, part, {"x": np.zeros(3)})
     thread = threading.Thread(target=chief.write_manifest, args=(SEVEN, {}, 2))
     thread.start()
     thread.join(0.3)
     assert thread.is_alive() and not (tmp_path / "step-7" / "manifest.json").exists()
-    other.write_part(SEVEN, other.part, {"x": np.zeros(3)})
+    other.write_part(SEVEN, part_of(other.rank), {"x": np.zeros(3)})
     thread.join(30)
     assert (tmp_path / "step-7" / "manifest.json").exists()
 
@@ -241,7 +245,7 @@ def test_the_manifest_waits_for_all_parts(tmp_path):
 def test_a_part_that_does_not_come_is_named(tmp_path, monkeypatch):
     monkeypatch.setattr(storage_lib, "_PARTS_TIMEOUT", 0.1)
     chief = Storage(str(tmp_path), 0, 2)
-    for part in (chief.part, SHARED):
+    for part in (part_of(chief.rank), SHARED):
         chief.write_part(SEVEN, part, {"x": np.zeros(3)})
     with pytest.raises(
         BackupError, match=r"step-7/rank-1.index has not appeared .* backup_dir must be a folder that all tasks share"
@@ -254,9 +258,35 @@ def test_removing_all_leaves_what_is_not_ours(tmp_path):
     for step in (7, 14):
         write(folder, step, ranks=2, replicas=2)
     (folder / "notes.txt").write_text("mine")
-    for rank in (1, 0):
-        Storage(str(folder), rank, 2).remove_all()
+    remove_backups(str(folder))
     assert files(folder) == ["notes.txt"]
     (folder / "notes.txt").unlink()
-    Storage(str(folder), 0, 1).remove_all()
+    remove_backups(str(folder))
     assert not folder.exists()
+
+
+def write_rows(folder):
+    """Writes a table of 300 MB. Prints the most memory that the write took beyond it, in MB."""
+
+    def memory(kind):
+        (line,) = [each for each in pathlib.Path("/proc/self/status").read_text().splitlines() if each.startswith(kind)]
+        return int(line.split()[1]) // 1024
+
+    rows = 1_200_000
+    variable = tf.Variable(tf.repeat(tf.range(rows, dtype=tf.float32)[:, None], 64, axis=1))
+    pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size
+    before = memory("VmRSS")
+    held = pieces.ServerRows(variable, [rows, 64])
+    Storage(folder, 0, 1).write_part(SavePoint(1, False), SHARED, {pieces.rows_key(0, 1, "table"): held})
+    print("beyond the table:", memory("VmHWM") - before)
+
+
+def test_rows_of_a_server_are_written_in_chunks(tmp_path):
+    program = f"from tests.backup import test_storage; test_storage.write_rows({str(tmp_path)!r})"
+    output = subprocess.run(
+        [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
+    ).stdout
+    assert int(output.split("beyond the table:")[1]) < 200
+    (table,) = Storage(str(tmp_path), 0, 1).read_shared(SavePoint(1, False), 1).values()
+    np.testing.assert_array_equal(table[:, 0], np.arange(1_200_000))
+    np.testing.assert_array_equal(table[:, 63], table[:, 0])

@@ -14,7 +14,8 @@ from tfdist.backup import search
 from tfdist.backup.search import find_backup, read_seed
 from tfdist.backup.storage import Storage
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import progress
+from tfdist.runtime.folders.finished_training import remove_backups
+from tfdist.runtime.report import progress
 
 
 @pytest.fixture
@@ -98,7 +99,7 @@ def test_a_mount_that_is_gone_is_no_new_training(tmp_path, monkeypatch):
     finally:
         subprocess.run(["umount", mount], check=True)
     progress.clear(tmp_path / "progress", 1)
-    assert not progress.uses_tfdist(tmp_path / "progress")
+    assert not progress.read_all(tmp_path / "progress")
     had_backup = progress.had_backup(str(mount / "backup"))
     with pytest.raises(BackupError, match="holds no backup, though this run saved one there before it was restarted"):
         find_backup(Storage(str(mount / "backup"), 0, 1), ALONE, ONE, had_backup)
@@ -112,7 +113,7 @@ def test_of_a_folder_that_is_a_volume_the_backups_are_removed_and_it_stays(tmp_p
         pytest.skip("no right to mount a volume")
     try:
         write(tmp_path, 7)
-        Storage(str(tmp_path), 0, 1).remove_all()
+        remove_backups(str(tmp_path))
         assert list(tmp_path.iterdir()) == []
     finally:
         subprocess.run(["umount", tmp_path], check=True)

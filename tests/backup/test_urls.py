@@ -16,7 +16,8 @@ from tfdist.backup import storage as storage_lib
 from tfdist.backup.search import find_backup
 from tfdist.backup.storage import Storage
 from tfdist.errors import BackupError
-from tfdist.runtime import storage as urls
+from tfdist.runtime.folders import storage as urls
+from tfdist.runtime.folders.finished_training import remove_backups
 
 
 @pytest.fixture(autouse=True)
@@ -31,31 +32,36 @@ def temporary(tmp_path, monkeypatch):
     assert os.listdir(folder) == []
 
 
-@pytest.fixture(params=["memory", "s3"])
-def url(request):
-    return f"memory://{uuid.uuid4().hex}" if request.param == "memory" else f"{request.getfixturevalue('s3').url}/run"
+@pytest.fixture(params=["disk", "memory", "s3"])
+def place(request):
+    """A folder of backups in each kind of storage."""
+    if request.param == "disk":
+        return str(request.getfixturevalue("tmp_path") / "run")
+    if request.param == "memory":
+        return f"memory://{uuid.uuid4().hex}"
+    return f"{request.getfixturevalue('s3').url}/run"
 
 
 def find(url):
     return find_backup(Storage(url, 0, 1), ALONE, ONE)
 
 
-def test_they_are_read_listed_moved_aside_and_removed(url):
-    assert find(url) is None
+def test_they_are_read_listed_moved_aside_and_removed(place):
+    assert find(place) is None
     for step in (3, 7, 14):
-        write(url, step)
-    assert find(url).point == FOURTEEN
-    assert [(each.point.step, each.state) for each in listing.read(url)] == [(14, "whole"), (7, "whole")]
-    urls.write(f"{url}/step-14/shared.data-00000-of-00001", b"torn")
-    assert find(url).point == SEVEN
-    storage = Storage(url, 0, 1)
+        write(place, step)
+    assert find(place).point == FOURTEEN
+    assert [(each.point.step, each.state) for each in listing.read(place)] == [(14, "whole"), (7, "whole")]
+    urls.write(f"{place}/step-14/shared.data-00000-of-00001", b"torn")
+    assert find(place).point == SEVEN
+    storage = Storage(place, 0, 1)
     storage_lib.set_damaged_aside(storage, SEVEN)
-    assert {*urls.list_folder(url)} == {"checkpoint", "step-7", "damaged-step-14"}
-    write(url, 21, keep=1)
-    storage_lib.remove_damaged(url)
-    assert {*urls.list_folder(url)} == {"checkpoint", "step-21"}
-    storage.remove_all()
-    assert not urls.exists(url)
+    assert {*urls.list_folder(place)} == {"checkpoint", "step-7", "damaged-step-14"}
+    write(place, 21, keep=1)
+    storage_lib.remove_damaged(place)
+    assert {*urls.list_folder(place)} == {"checkpoint", "step-21"}
+    remove_backups(place)
+    assert not urls.exists(place)
 
 
 def test_a_server_that_fails_for_a_while_costs_nothing(s3, capsys):  # noqa: F811

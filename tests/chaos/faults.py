@@ -3,18 +3,16 @@
 from __future__ import annotations
 
 import contextlib
-import os
 import pathlib
-import select
-import signal
 import socket
 import subprocess
 import time
 from collections.abc import Iterator
 from typing import Protocol
 
-from tests.chaos.schedules import LAUNCHER, Fault
+from tests.chaos.schedules import Fault
 from tests.helpers import two_hosts
+from tools import chaos
 
 _CHUNKS = (1 << 16, 1 << 10, 1)
 _RATE = ("tbf", "rate", "1mbit", "burst", "4kb", "latency", "400ms")
@@ -26,7 +24,7 @@ class Victim(Protocol):
     folder: pathlib.Path
     hosts: list[tuple[str, str]]
 
-    def pid(self, name: str) -> int | None: ...
+    def find(self, name: str) -> list[int]: ...
 
     def port(self, task: str) -> int: ...
 
@@ -35,11 +33,11 @@ class Victim(Protocol):
 def happening(fault: Fault, job: Victim) -> Iterator[None]:
     """A fault, which is undone at the end of the context."""
     with contextlib.ExitStack() as undo:
-        if fault.what == "kill":
-            _signal(job, fault.victim, signal.SIGKILL)
-        elif fault.what == "stop":
-            _signal(job, fault.victim, signal.SIGSTOP)
-            undo.callback(_signal, job, fault.victim, signal.SIGCONT)
+        if fault.what in ("kill", "stop"):
+            for pid in job.find(fault.victim):
+                chaos.signal_victim(fault.what, pid)
+                if fault.what == "stop":
+                    undo.callback(chaos.signal_victim, "continue", pid)
         elif fault.what == "unplug":
             space, end = job.hosts[fault.number % 2]
             two_hosts.ip("-n", space, "link", "set", end, "down")
@@ -54,7 +52,8 @@ def happening(fault: Fault, job: Victim) -> Iterator[None]:
             undo.callback(ballast.unlink, missing_ok=True)
         elif fault.what == "steal":
             if fault.phase not in ("before", "between"):  # its own server has the port
-                _signal(job, fault.victim, signal.SIGKILL)
+                for pid in job.find(fault.victim):
+                    chaos.signal_victim("kill", pid)
             undo.enter_context(_steal(job.port(fault.victim)))
         yield
 
@@ -62,20 +61,6 @@ def happening(fault: Fault, job: Victim) -> Iterator[None]:
 def missing() -> str:
     """Returns why some faults cannot happen here, or an empty text."""
     return two_hosts.missing()
-
-
-def _signal(job: Victim, name: str, number: int) -> None:
-    pid = job.pid(name)
-    if pid is None:  # it has ended, or its number is another's by now
-        return
-    with contextlib.suppress(ProcessLookupError):
-        if number == signal.SIGKILL and name != LAUNCHER:
-            handle = os.pidfd_open(pid)
-            os.kill(pid, number)
-            select.select([handle], [], [], 10)  # until it has ended
-            os.close(handle)
-        else:
-            os.kill(pid, number)
 
 
 def _tc(space: str, what: str, device: str, *kind: str) -> None:

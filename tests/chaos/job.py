@@ -18,6 +18,7 @@ from collections.abc import Callable, Iterator, Sequence
 
 from tests.chaos import faults
 from tests.chaos.schedules import FOLDERS, KINDS, LAUNCHER, Fault
+from tools import chaos
 
 ROOT = pathlib.Path(__file__).parents[2]
 RESTARTS = 3
@@ -99,21 +100,26 @@ class Job:
             self.happened.append(fault)
             over.wait(fault.seconds)
 
-    def pid(self, name: str) -> int | None:
-        """Returns the process id of a task or of the launcher, or None if it has ended."""
-        assert self._launcher is not None
-        pid = self._launcher.pid if name == LAUNCHER else self._read(name)["pid"]
-        return int(pid) if pid in self.alive() else None
+    def find(self, name: str) -> list[int]:
+        """Returns the process id of the launcher or of a task, once it has started; none if the launcher ends before."""
+        launcher = self._launcher
+        assert launcher is not None
+        if name == LAUNCHER:
+            return [launcher.pid]
+        found: list[int] = []
+
+        def is_found() -> bool:
+            found.extend(pid for task, pid, _ in chaos.tasks(launcher.pid) if task == name)
+            return bool(found) or launcher.poll() is not None
+
+        until(is_found, 60)
+        return found
 
     def port(self, task: str) -> int:
         """Returns the port of a task."""
-        return int(self._read(task)["address"].rpartition(":")[2])
-
-    def _read(self, task: str) -> dict[str, str]:
-        path = self.folder / "phases" / f"{task}.task"
+        path = self.folder / "phases" / f"{task}.port"
         until(path.exists, 60)  # it may be the last one to start
-        found: dict[str, str] = json.loads(path.read_text())
-        return found
+        return int(path.read_text())
 
     def output(self) -> str:
         """Returns what the launcher has shown."""
@@ -130,7 +136,7 @@ class Job:
 
     def taken_ports(self) -> list[int]:
         """Returns the ports of its tasks at which somebody listens."""
-        return [port for path in (self.folder / "phases").glob("*.task") if not _is_free(port := self.port(path.stem))]
+        return [port for path in (self.folder / "phases").glob("*.port") if not _is_free(port := self.port(path.stem))]
 
     def end(self) -> None:
         """Kills what is left of it."""

@@ -52,7 +52,7 @@ def at(phase: str, function):
     return come_and_do
 
 
-write(folder / "phases" / f"{TASK}.task", json.dumps({"pid": os.getpid(), "address": CLUSTER.address(TASK)}))
+write(folder / "phases" / f"{TASK}.port", CLUSTER.address(TASK).rpartition(":")[2])
 # Called right before TensorFlow's server is started, after the preflight; by servers instead of it.
 greeting.naming_port_owner = at("between", greeting.naming_port_owner)
 Storage.write_part, Storage.write_manifest = at("saving", Storage.write_part), at("saving", Storage.write_manifest)

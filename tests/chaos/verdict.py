@@ -16,7 +16,7 @@ from tests.chaos.schedules import FOLDERS, KINDS, LAUNCHER, Schedule
 from tests.helpers import two_hosts
 
 STEPS = 30
-# How long a task that does not answer is waited for (docs/fault-tolerance.md), beside the start_timeout of the program.
+# How long a task that does not answer is waited for (docs/hangs.md), beside the start_timeout of the program.
 _SILENCE = {KINDS[0]: 60.0, KINDS[1]: 40.0}
 _START_TIMEOUT = 40.0
 _SPARE = 30.0

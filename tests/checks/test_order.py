@@ -8,7 +8,7 @@ import sys
 
 import pytest
 
-from tests.helpers import order, tiers
+from tests.helpers import order
 
 ROOT = pathlib.Path(__file__).parents[2]
 LEAN = {"PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1", "PYTEST_ADDOPTS": "-p xdist.plugin --import-mode=importlib"}
@@ -35,12 +35,7 @@ def run(tmp_path):
         options = [f"--numprocesses={processes}", f"--waiting-processes={waiting}", "--dist=loadfile"]
         command = [sys.executable, "-m", "pytest", "-p", "tests.helpers.order", "--no-loadscope-reorder", *options]
         notes = tmp_path / "notes"
-        environ = {
-            **os.environ,
-            "PYTHONPATH": str(ROOT),
-            "NOTES": str(notes),
-            "PYTEST_ADDOPTS": "--import-mode=importlib",
-        }
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "NOTES": str(notes), **LEAN}
         environ.pop("PYTEST_XDIST_WORKER", None)
         done = subprocess.run(command, cwd=tmp_path, env=environ, capture_output=True, text=True, timeout=100)
         assert done.returncode == 0, done.stdout
@@ -50,24 +45,22 @@ def run(tmp_path):
     return run
 
 
-COMPUTING = [f"tests/step/test_{number}.py" for number in range(5)]
-WAITING = [f"tests/launch/test_{number}.py" for number in range(4)]
+COMPUTING = [f"tests/step/test_{number}.py" for number in range(3)]
+WAITING = [f"tests/launch/test_{number}.py" for number in range(2)]
 
 
 def test_files_that_wait_run_in_the_kept_processes(run):
     done = run(COMPUTING + WAITING, processes=3, waiting=1)
-    assert len(done) == 3 * len(COMPUTING + WAITING)
+    assert sorted(file for _, file in done) == sorted(3 * (COMPUTING + WAITING)), "every test runs once"
     assert {process for process, file in done if file in COMPUTING} <= {"gw0", "gw1"}
     kept = {file for process, file in done if process == "gw2"}
     assert WAITING[0] in kept and kept <= set(WAITING)  # the others go to whoever is free first
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("files", "processes", "waiting"),
-    tiers.cases(
-        [(COMPUTING, 3, 2), (WAITING, 3, 1), (WAITING[:1] + COMPUTING[:1], 4, 2), (COMPUTING + WAITING, 2, 2)],
-        quick=[(COMPUTING + WAITING, 2, 2)],
-    ),
+    [(COMPUTING, 3, 2), (WAITING, 3, 1), (WAITING[:1] + COMPUTING[:1], 4, 2), (COMPUTING + WAITING, 2, 2)],
     ids=["none that wait", "none that compute", "fewer files than processes", "no process that computes"],
 )
 def test_every_test_runs_once(run, files, processes, waiting):

@@ -22,9 +22,9 @@ def config(workers, ps=0, **more):
     return TrainConfig(strategy=strategy, cluster=ClusterConfig(workers, ps), **more)
 
 
-def manifests(job=job_lib.Job(), **cluster):  # noqa: B008 (frozen)
+def manifests(job=job_lib.Job(), write=kubernetes.manifests, **cluster):  # noqa: B008 (frozen)
     arguments = ["--config=configs/digits.py", f"--workdir={WORKDIR}", "--config.epochs=3"]
-    return list(yaml.safe_load_all(kubernetes.manifests(config(**cluster), WORKDIR, arguments, job)))
+    return list(yaml.safe_load_all(write(config(**cluster), WORKDIR, arguments, job)))
 
 
 @pytest.mark.parametrize("release", RELEASES)
@@ -58,6 +58,37 @@ def test_every_pod_finds_the_same_cluster(cluster, expected):
     }
 
 
+def test_every_pod_of_a_train_job_finds_the_same_cluster():
+    runtime, training = manifests(job_lib.Job("digits"), kubernetes.train_job, workers=3)
+    assert training["spec"]["runtimeRef"] == {"kind": runtime["kind"], "name": runtime["metadata"]["name"]}
+    assert runtime["spec"]["mlPolicy"] == {"numNodes": 3}, "no environment of another framework"
+    (pods,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    (container,) = pods["template"]["spec"]["template"]["spec"]["containers"]
+    found = []
+    for index in range(3):
+        environ = {each["name"]: each["value"] for each in container["env"]}
+        # As a JobSet names its pods: JOBSET-JOB-REPLICA-INDEX.
+        host = f"{training['metadata']['name']}-{pods['name']}-0-{index}"
+        found.append(discovery.resolve({**environ, "JOB_COMPLETION_INDEX": str(index), "HOSTNAME": host}))
+    assert [each.task.index for each in found] == [0, 1, 2]
+    addresses = [f"digits-node-0-{index}.digits:2222" for index in range(3)]
+    assert all(list(each.cluster.jobs["worker"]) == addresses for each in found)
+
+
+def test_a_train_job_is_as_the_release_has_it():
+    import kubernetes_validate
+
+    models = pytest.importorskip("kubeflow_trainer_api.models")
+    job = job_lib.Job("digits-7", 4, "16G", 2, "registry.example/image:1", "claim")
+    runtime, training = manifests(job, kubernetes.train_job, workers=2, ps=1)
+    (pods,) = runtime["spec"]["template"]["spec"]["replicatedJobs"]
+    pods["template"]["spec"]["template"]["spec"]["containers"][0]["ports"][0]["protocol"] = "TCP"  # the default
+    assert models.TrainerV1alpha1TrainingRuntime.from_dict(runtime).to_dict() == runtime, "a field is unknown"
+    assert models.TrainerV1alpha1TrainJob.from_dict(training).to_dict() == training, "a field is unknown"
+    (of_kubernetes,) = (each for each in manifests(job, workers=2, ps=1) if each["kind"] == "Job")
+    kubernetes_validate.validate({**of_kubernetes, "spec": pods["template"]["spec"]}, RELEASES[-1], strict=True)
+
+
 def test_a_pod_that_has_saved_is_started_again_and_a_faulty_configuration_is_not():
     _, job = manifests(workers=2)
     rules = {
@@ -88,7 +119,7 @@ def test_the_script_has_what_slurm_needs():
     ],
 )
 def test_a_fault_is_named(job, said):
-    for write in (slurm.script, kubernetes.manifests):
+    for write in (slurm.script, kubernetes.manifests, kubernetes.train_job):
         with pytest.raises(ConfigError, match=said):
             write(config(2), WORKDIR, [], job)
 

@@ -13,7 +13,7 @@ import pytest
 from tfdist import cluster
 from tfdist.cluster import local
 from tfdist.errors import ConfigError
-from tfdist.runtime import temporary
+from tfdist.runtime.folders import temporary
 
 
 def test_ports_are_free_and_different():

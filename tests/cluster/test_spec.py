@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 import pytest
-from hypothesis import given
+from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from tfdist.cluster import ClusterSpec, TaskSpec, from_tf_config
@@ -238,6 +238,7 @@ def check_sentences(error):
         assert fault.strip() and fault.isprintable()
 
 
+@settings(max_examples=25)
 @given(st.one_of(any_text, json_values.map(json.dumps), nearly_valid.map(json.dumps)))
 def test_any_text_gives_a_cluster_or_a_config_error(text):
     try:
@@ -248,6 +249,7 @@ def test_any_text_gives_a_cluster_or_a_config_error(text):
         assert found is None or found[1].type == "evaluator" or found[1] in found[0].tasks()
 
 
+@settings(max_examples=25)
 @given(valid())
 def test_any_valid_cluster_round_trips(found):
     spec, task = found
@@ -281,6 +283,7 @@ CORRUPTIONS = {
 }
 
 
+@settings(max_examples=25)
 @given(valid(), st.sets(st.sampled_from(list(CORRUPTIONS)), min_size=1, max_size=3))
 def test_a_valid_cluster_that_is_corrupted_is_a_config_error(found, names):
     spec, task = found
@@ -292,6 +295,7 @@ def test_a_valid_cluster_that_is_corrupted_is_a_config_error(found, names):
     check_sentences(raised.value)
 
 
+@settings(max_examples=25)
 @given(valid(), st.sampled_from(["cluster", "task"]), json_values)
 def test_a_part_that_is_missing_or_anything_else_is_a_config_error(found, part, value):
     config = json.loads(found[0].to_tf_config(found[1]))
@@ -303,6 +307,7 @@ def test_a_part_that_is_missing_or_anything_else_is_a_config_error(found, part, 
         from_tf_config(json.dumps(config))
 
 
+@settings(max_examples=25)
 @given(valid(), st.text(st.characters(), min_size=1, max_size=3), st.integers(0, 300))
 def test_a_text_cut_off_or_spoiled_never_gives_another_error(found, piece, at):
     text = found[0].to_tf_config(found[1])

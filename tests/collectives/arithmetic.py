@@ -4,7 +4,7 @@ import ml_dtypes
 import numpy as np
 
 TYPES = [np.float16, ml_dtypes.bfloat16, np.float32, np.float64, np.int8, np.int32, np.int64, np.uint16, np.bool_]
-METHODS = ["sum", "largest", "all_gather", "all_to_all"]
+METHODS = ["sum", "largest", "all_gather", "all_to_all", "reduce_scatter"]
 PIECE = 4096
 
 
@@ -44,12 +44,15 @@ def same(found, expected):
 
 def check(transport, method, shape, dtype, seed, hosts=None):
     rank, size = transport.rank, transport.size
-    if method == "all_to_all":
+    if method in ("all_to_all", "reduce_scatter"):
         shape = (size, *shape)
     values = [numbers(seed, shape, dtype, each) for each in range(size)]
     mine = values[rank].copy()
     if method in ("sum", "largest"):
         same(transport.all_reduce(mine, largest=method == "largest"), sum_by_host(values, method == "largest", hosts))
+        same(mine, values[rank])
+    elif method == "reduce_scatter":
+        same(transport.reduce_scatter(mine), sum_by_host(values, False, hosts)[rank])
         same(mine, values[rank])
     elif method == "all_gather":
         same(transport.all_gather(mine), np.stack(values))

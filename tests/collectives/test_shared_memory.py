@@ -58,7 +58,7 @@ class Ranks:
         """Checks that neither files nor sockets are there once all processes have ended, or one more, if they were killed."""
         if list((self.folder / "tmp").iterdir()):
             assert any(process.returncode == -signal.SIGKILL for process in self.processes.values())
-            code = "from tfdist.runtime import temporary\nwith temporary.temporary_folder(): pass"
+            code = "from tfdist.runtime.folders import temporary\nwith temporary.temporary_folder(): pass"
             environ = os.environ | {"PYTHONPATH": str(ROOT), "TMPDIR": str(self.folder / "tmp")}
             subprocess.run([sys.executable, "-c", code], env=environ, timeout=60, check=True)
         assert not list((self.folder / "tmp").iterdir())
@@ -101,6 +101,7 @@ def test_any_size_of_the_slots(start, slot):
     assert set(map(tuple, start(3, "many", seed=4, calls=100, slot=slot).outputs().values())) == {("ready", "done")}
 
 
+@pytest.mark.full  # test_transports.py kills a rank, too
 def test_a_rank_that_is_killed_is_named_by_all_others(start):
     ranks = start(3, "endless", slot=2**16)
     for rank in range(3):

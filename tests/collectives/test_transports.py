@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import importlib.util
 import os
 import re
 import shutil
@@ -21,14 +20,13 @@ SIZE = 3
 LIMIT = 30.0  # seconds from a rank's end to that of the others
 PROGRAM = "tests.collectives.transport_rank"
 MISSING = {
-    "gloo": "" if importlib.util.find_spec("torch") else "PyTorch is not installed: make test-torch",
     "mpi": "" if shutil.which("mpirun") else "Open MPI is not installed: make system-deps",
 }
-# The others' error names the rank; gloo's names its address, and mpirun ends the others and names the rank itself.
+# The others' error names the rank; mpirun ends the others and names the rank itself.
 LOST = {
-    "gloo": r"lost: \w+: .*onnection",
     "mpi": r"process rank {lost} .*exited on signal 9",
     "shared_memory": r"lost: ConnectionError: rank {lost} (has died|is lost)",
+    "tcp": r"lost: ConnectionError: rank {lost} (has died|is lost)",
 }
 
 

@@ -1,6 +1,6 @@
 """One rank of several hosts, which are pretended: sums within them, then between. Loads no TensorFlow.
 
-Arguments: a folder for what the ranks tell each other, the ranks of each host as JSON, what connects the hosts (`mpi`, `gloo`, or
+Arguments: a folder for what the ranks tell each other, the ranks of each host as JSON, what connects the hosts (`mpi`, `tcp`, or
 `memory`, which needs nothing), a scenario, and the rank where no `mpirun` gives it.
 """
 
@@ -12,7 +12,7 @@ import numpy as np
 
 from tests.collectives.arithmetic import check, check_all, same
 from tests.collectives.folder_store import open_store
-from tfdist.collectives import gloo, mpi, shared_memory, shared_memory_rendezvous, two_level
+from tfdist.collectives import mpi, shared_memory, shared_memory_rendezvous, tcp, two_level
 
 FOLDER, HOSTS, ACROSS, SCENARIO, *REST = sys.argv[1:]
 HOSTS, SIZE = json.loads(HOSTS), sum(map(len, json.loads(HOSTS)))
@@ -31,8 +31,8 @@ def agree(mine):
 def connect_leaders(leaders):
     if ACROSS == "mpi":
         return mpi.connect(RANK, SIZE, leaders)
-    if ACROSS == "gloo":
-        return gloo.connect(STORE.part("across"), ["127.0.0.1:1"] * SIZE, leaders)
+    if ACROSS == "tcp":
+        return tcp.connect(STORE.part("across"), ["127.0.0.1:1"] * SIZE, leaders)
     if RANK in leaders:
         return shared_memory.connect(STORE.part("across", leaders), slot_bytes=4096)
     return None

@@ -13,7 +13,7 @@ from tfdist import __main__ as command
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.storage import Storage
 from tfdist.commands.backup import find_backups
-from tfdist.runtime import storage as urls
+from tfdist.runtime.folders import storage as urls
 
 
 def run(capsys, *words):

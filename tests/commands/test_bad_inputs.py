@@ -8,6 +8,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import re
 import subprocess
 import sys
 from typing import NamedTuple
@@ -16,13 +17,14 @@ import keras
 import numpy as np
 import pytest
 
+from tests.helpers import tiers
 from tfdist.config import OptimizerConfig
 from tfdist.config import optimizer as optimizer_lib
+from tfdist.config.constraints import option_faults
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAIN = ("train", "--config=bad_config.py", "--workdir=work")
 TRACEBACK = "Traceback (most recent call last)"
-MOST = 2**31 - 1
 
 
 class Row(NamedTuple):
@@ -39,69 +41,12 @@ def train(*flags: str, words: tuple[str, ...]) -> Row:
     return Row((*TRAIN, *(f"--config.{flag}" for flag in flags)), words)
 
 
-def callback(text: str, *words: str) -> Row:
-    return train(f"callbacks={text}", words=words)
-
-
-def optimizer(name: str, argument: str, value: str, must_be: str) -> Row:
-    where = f"optimizer.{argument}"
-    return train(f"optimizer.name={name}", f"{where}={value}", words=(f"{where} must be {must_be}. Received: ",))
-
-
+# Faults of fields: tests/config/test_sentences.py.
 ROWS = [
-    *(optimizer("adam", "epsilon", value, "1e-30 to 1000") for value in ("0", "-1", "nan", "inf", "1e30", "1e-60")),
-    *(optimizer("adam", "beta_2", value, "0 to 0.9999999") for value in ("1", "0.99999999", "-0.1", "nan", "inf")),
-    *(optimizer("rmsprop", "rho", value, "0 to 0.9999999") for value in ("1", "1.5", "-1")),
-    optimizer("sgd", "momentum", "1", "0 to 0.9999999"),
-    optimizer("lion", "beta_1", "0", "1e-07 to 0.9999999"),
-    optimizer("adam", "ema_momentum", "1", "0 to 0.9999999"),
-    optimizer("adamw", "weight_decay", "1e30", "0 to 1000000"),
-    optimizer("adam", "clipnorm", "1e31", "0 (off) to 1e+30"),
-    optimizer("muon", "ns_steps", "0", "1 to 1000"),
-    optimizer("muon", "muon_a", "nan", "-10 to 10"),
-    optimizer("adafactor", "clip_threshold", "-1", "1e-06 to 1e+30"),
-    optimizer("adafactor", "beta_2_decay", "0.5", "-10 to 0"),
-    optimizer("ftrl", "learning_rate_power", "5", "-10 to 0"),
-    optimizer("adagrad", "initial_accumulator_value", "-1", "0 to 1000000"),
-    optimizer("adam", "ema_overwrite_frequency", "-3", f"0 (off) to {MOST}"),
-    optimizer("adam", "loss_scale_factor", "inf", "1e-06 to 1e+15"),
-    train("learning_rate=1e30", words=("learning_rate must be 0 to 1000000. Received: 1e+30.",)),
-    train("schedule.name=step", "schedule.boundaries=1e300", words=(f"schedule.boundaries must be at most {MOST}",)),
-    train(f"schedule.warmup_steps={10**30}", words=(f"schedule.warmup_steps must be 0 (off) to {MOST}",)),
-    train("schedule.warmup_epochs=1e300", words=(f"schedule.warmup_epochs must be 0 (off) to {MOST}",)),
-    train("schedule.name=polynomial", "schedule.power=1e30", words=("schedule.power must be 0.001 to 1000",)),
-    train(f"steps_per_execution={10**30}", words=(f"steps_per_execution must be 1 to {MOST}",)),
-    train("strategy.timeout_seconds=1e30", words=("strategy.timeout_seconds must be 0 (off) to 1000000000",)),
-    train(f"per_replica_batch_size={10**30}", "global_batch_size=0", words=("per_replica_batch_size must be 1 to",)),
+    train("optimizer.name=adam", "optimizer.epsilon=0", words=("optimizer.epsilon must be 1e-30 to 1000. Received: ",)),
     train(
-        "optimizer.gradient_accumulation_steps=8",
-        words=("gradient_accumulation_steps is 8, but the run has 4 steps, so that no weight would be updated",),
-    ),
-    callback("EarlyStopping(patience=abc)", "patience of EarlyStopping must be a whole number, 0 to"),
-    callback("EarlyStopping(mode=up)", "mode of EarlyStopping must be one of: auto, min, max. Received: 'up'."),
-    callback("EarlyStopping(min_delta=1e999)", "min_delta of EarlyStopping must be a finite number. Received: inf."),
-    callback("EarlyStopping(restore_best_weights=true)", "must be True or False. Received: 'true'."),
-    callback("ReduceLROnPlateau(factor=1)", "factor of ReduceLROnPlateau must be a number, 1e-30 to 0.9999999."),
-    callback("CSVLogger()", "CSVLogger needs filename, such as CSVLogger(filename='log.csv')."),
-    callback("CSVLogger(filename='/proc')", "must be a file that can be written. Received: '/proc' (it is a folder)."),
-    callback("CSVLogger(filename=x, separator=', ')", "separator of CSVLogger must be one character."),
-    callback(
-        "ModelCheckpoint(filepath='x.pt')", "filepath of ModelCheckpoint must end in .keras or .h5. Received: 'x.pt'"
-    ),
-    callback("ModelCheckpoint(filepath='{epoch.keras')", "or a metric such as {val_loss:.2f} are filled in. Received"),
-    callback("ModelCheckpoint(filepath='{epoch:zz}.keras')", "or a metric such as {val_loss:.2f} are filled in. Rec"),
-    callback(
-        "ModelCheckpoint(filepath='{batch}.keras')", "has {batch}, which is not known after an epoch; see save_fre"
-    ),
-    callback(
-        "ModelCheckpoint(filepath='x.keras', save_freq=0)", "must be 'epoch' or a number of steps, 1 or more. Rec"
-    ),
-    callback("SwapEMAWeights()", "SwapEMAWeights needs optimizer.use_ema, but it is False"),
-    train(
-        "task=synthetic", "callbacks=EarlyStopping()", words=("'val_loss', but task 'synthetic' has no method eval_",)
-    ),
-    train(
-        "validation_freq=3", "callbacks=EarlyStopping()", words=("'val_loss', but no epoch is validated: validation",)
+        "callbacks=ModelCheckpoint(filepath='{epoch:99999999999}.keras')",
+        words=("are filled in. Received", "MemoryError"),
     ),
 ]
 ROWS += [
@@ -157,27 +102,6 @@ ROWS += [
     Row(("train", "--config=big.py"), ("--config=big.py: expected at most 64 MB, and found more",)),
     Row(("train", f"--config={'x' * 5000}"), ("no such file, and no preset",)),
     Row(("train", "--config=a\x1b[31m\n"), ("a\\x1b[31m\\n: no such file",)),
-    train("strategy.devices=/job:worker/device:CPU:0", words=("strategy.devices must be names such as GPU:0",)),
-    train(f"task_options.filters={10**12}", words=("task_options.filters must be 1 to 100000",)),
-    train(f"task_options.filters={10**30}", words=("task_options.filters must be 1 to 100000",)),
-    train(
-        "compression.name=int8", f"compression.block={2**60}", words=("compression.block must be a power of two, 4 to",)
-    ),
-    train("task=synthetic", f"task_options.width={10**30}", words=("task_options.width must be 1 to 1000000000",)),
-    callback(
-        "EarlyStopping(patience=3, patience=4)", "and each argument once. Received: 'EarlyStopping(patience=3, pa"
-    ),
-    callback("ModelCheckpoint(filepath='{epoch:99999999999}.keras')", "are filled in. Received", "MemoryError"),
-    callback("ModelCheckpoint(filepath='{epoch:300}.keras')", "a file's name has at most 255 bytes"),
-    callback(r"ModelCheckpoint(filepath='\ud800.keras')", "a path has no lone surrogates"),
-    callback("nope_nope:x", "callback 'nope_nope:x' cannot be found: No module named 'nope_nope'"),
-    callback("os:", "callback must be your own as 'package.module:Name'. Received: 'os:'"),
-    train("optimizer.name=:", words=("optimizer must be your own as 'package.module:Name'. Received: ':'",)),
-    train("optimizer.name=nope_nope:x", words=("optimizer 'nope_nope:x' cannot be found",)),
-    train("schedule.name=step", "schedule.boundaries=,", words=("needs schedule.boundaries, such as 3000,6000",)),
-    train("strategy.devices=,", words=("strategy.devices names no device; leave it empty",)),
-    train("backup.dir=/dev/null/x", words=("backup.dir must be a folder, and a parent folder of it is a file",)),
-    train("global_batch_size=-64", words=("global_batch_size must be 0 to", "Received: -64.")),
     Row((*TRAIN, "--flagfile="), ("--flagfile has no value; write --flagfile=FILE",)),
     Row(("doctor", "--no-devices=3"), ("--nodevices=3 does not take an argument.",)),
     Row(("doctor", "--json=perhaps"), ("flag --json=perhaps: expected true or false. Received: 'perhaps'",)),
@@ -213,11 +137,6 @@ ROWS += [
     ),
     Row(("train", "--config=names.py"), ("optimizer.exclude_layers must be a list of texts. Received: [1].",)),
     train(
-        "optimizer.rhoo=0.9",
-        "optimizer.name=adadelta",
-        words=("--config.optimizer.rhoo: optimizer 'adadelta' takes no 'rhoo'; did you mean 'rho'?",),
-    ),
-    train(
         "optimizer.momentum=0.9",
         "compression.name=int8",
         "compression.samples=3",
@@ -226,7 +145,6 @@ ROWS += [
             "--config.compression.samples: compression 'int8' takes no 'samples', which is an option of topk.",
         ),
     ),
-    train("optimizer.beta_1=x", words=("--config.optimizer.beta_1: expected a number. Received: 'x'.",)),
     Row(
         ("train", "--config=null.py"),
         ("backup.dir must be a folder, and a path has no null", "export.dir must be a fol"),
@@ -235,6 +153,77 @@ ROWS += [
         (*TRAIN[:2], "--workdir=.", "--config.strategy.name=multi_worker_mirrored", "--config.cluster.workers=2"),
         ("'logs' must be a folder for the tasks' output, and is a file",),
     ),
+]
+
+WORKERS = "strategy.name=multi_worker_mirrored"
+SERVERS = ("strategy.name=parameter_server", "cluster.ps=1")
+
+
+def verify(flag: str, *words: str) -> Row:
+    return Row(("verify", *flag.split(), "--", "true"), words)
+
+
+def launch(flags: str, *words: str, code: int = 2) -> Row:
+    return Row(("launch", "--log_dir=launched", *flags.split(), "--", "true"), words, code)
+
+
+def emit(flag: str, *words: str, target: str = "trainjob") -> Row:
+    return Row(("cluster", "emit", f"--target={target}", TRAIN[1], "--workdir=/mnt/work", flag), words)
+
+
+ROWS += [
+    train(WORKERS, "strategy.sync_every=", words=("strategy.sync_every must be a number of updates, or a list",)),
+    train(WORKERS, "strategy.sync_every=-5", words=("strategy.sync_every must be a number of updates, or a list",)),
+    train(WORKERS, "strategy.sync_every=5,5:0", words=("strategy.sync_every must be a number of updates, or a list",)),
+    train(WORKERS, f"strategy.sync_every={10**30}", words=("strategy.sync_every must be a number of updates",)),
+    train(*SERVERS, "strategy.sync_every=5", words=("strategy.sync_every is for multi_worker_mirrored",)),
+    train("strategy.outer=sgd", words=("this is a group of fields; set one of them",)),
+    train(WORKERS, "strategy.sync_every=5", "strategy.outer.momentum=nan", words=("outer.momentum must be 0 to 1",)),
+    train(
+        WORKERS, "strategy.sync_every=5", "strategy.outer.learning_rate=-1", words=("learning_rate must be 0 to 10",)
+    ),
+    train(WORKERS, "strategy.outer.beta=1", words=("unknown config field 'beta'. Known: learning_rate, momentum",)),
+    train(WORKERS, "strategy.audit_every=-1", words=("strategy.audit_every must be 0 (off) to 1099511627776",)),
+    train(WORKERS, f"strategy.audit_every={10**30}", words=("strategy.audit_every must be 0 (off) to 1099511627776",)),
+    train(*SERVERS, "strategy.shard_optimizer=1", words=("shard_optimizer is for mirrored and multi_worker_mirrored",)),
+    train(WORKERS, "strategy.shard_optimizer=2", words=("expected true or false. Received: '2'",)),
+    train(WORKERS, "strategy.weights_dtype=bf16", words=("strategy.weights_dtype 'bf16'; did you mean 'bfloat16'?",)),
+    train(*SERVERS, "strategy.max_staleness=-1", words=("strategy.max_staleness must be 0 to 10000",)),
+    train("compression.name=auto", "compression.guard=maybe", words=("compression.guard: expected true or false",)),
+    train("compression.name=auto", "compression.block=4", words=("compression 'auto' takes no 'block'",)),
+    train("compression.guard=true", words=("compression 'none' takes no 'guard', which is an option of auto, ",)),
+    train("compression.name=auto:int8", words=("The module of compression 'auto:int8' cannot be found",)),
+    train("compression.name=auto", *SERVERS, words=("compression 'auto' is not possible under parameter_server",)),
+    train("monitoring.tracker=mlflw", words=("unknown monitoring.tracker 'mlflw'; did you mean 'mlflow'?",)),
+    train("monitoring.tracker=:", words=("tracker must be your own as 'package.module:Name'. Received: ':'",)),
+    train("monitoring.tracker=x\x1b[31m:y", words=("Received: 'x\\x1b[31m:y'",)),
+    train("cluster.ray=auto", *SERVERS, words=("cluster.ray starts synchronous workers",)),
+    emit("--name=A_B", "name must be lower-case letters, digits and '-', at most 42. Received: 'A_B'"),
+    emit("--cpus=0", "cpus must be 1 to 10000. Received: 0"),
+    emit("--memory=4G; rm", "memory must be a number with K, M, G or T, such as 4G. Received: '4G; rm'"),
+    emit("--image=a\nb", "image must be such as registry.example/team/image:tag. Received: 'a\\nb'"),
+    emit("--claim=/x", "claim must be lower-case letters, digits, '-' and '.'. Received: '/x'"),
+    emit("--time=1:00", "--time has no meaning for --target=trainjob; leave it out."),
+    emit("--notice=5", "--notice has no meaning for --target=kubernetes", target="kubernetes"),
+    emit("--claim=x", "--claim has no meaning for --target=slurm", target="slurm"),
+    emit("--config.cluster.ray=auto", "cluster.ray is not for a job, whose tasks the scheduler places"),
+    launch("--ray --cpus_per_worker=nan", "cpus_per_worker must be 0 to 10000. Received: nan."),
+    launch("--ray --gpus_per_worker=1e30", "gpus_per_worker must be 0 to 10000. Received: 1e+30."),
+    launch("--cpus_per_worker=2", "--cpus_per_worker: only for a Ray cluster; add --ray, or leave it out."),
+    launch("--ray --ps=1", "--ray and --ps exclude each other"),
+    launch("--ray --join_seconds=1e30", "--join_seconds must be 0 to 1000000000. Received: 1e+30."),
+    launch("--grace_seconds=1e300", "--grace_seconds must be 0 to 1000000000. Received: 1e+300."),
+    launch("--ray=127.0.0.1:1", "no Ray cluster was found at 127.0.0.1:1", code=1),
+    launch("--ray=a:b:c", "no Ray cluster was found at a:b:c", code=1),
+    verify("--compression=nonsense", "unknown --compression 'nonsense'; did you mean 'none'?"),
+    verify("--compression=int8 --ps=1", "--ps and --compression exclude each other"),
+    verify("--compression=no_such:X", "The module of compression 'no_such:X' cannot be found"),
+    verify("--out=file", "--out must be a folder that can be written to. Received: 'file'"),
+    verify("--seed=-1", "-1 is not an integer in the range [0, 2147483647]"),
+    verify(f"--steps={10**30}", "is not an integer in the range [1, 2147483647]"),
+    verify("--minutes=1e300", "--minutes must be 0 to 16666666. Received: 1e+300."),
+    verify("--arms=E", "--arms must name some of A, B, C and D"),
+    verify("--audit --workers=1", "--audit lets workers recompute each other's gradients"),
 ]
 
 CONFIG = """
@@ -314,17 +303,26 @@ def test_a_current_folder_that_was_removed_is_a_sentence(tmp_path):
     assert done.stderr.startswith("tfdist: the current folder cannot be used (No such file or directory)")
 
 
-@pytest.mark.parametrize("name", optimizer_lib.OPTIMIZERS)
+UNTRIED = ("muon_a", "muon_b", "muon_c", "gradient_accumulation_steps")  # the last delays updates
+
+
+def ends(argument, field):
+    """Returns the least and the most that the error of an argument names, without a 0 that turns it off."""
+    (fault,) = option_faults(field, -(10**9) if isinstance(field.default, int) else -1e9, argument)
+    least, off, most = re.search(r"must be (\S+)( \(off\))? to (\S+)\.", fault).groups()
+    return [type(field.default)(float(end)) for end in ([most] if off else [least, most])]
+
+
+@pytest.mark.parametrize("name", tiers.cases(optimizer_lib.OPTIMIZERS, quick=["adamw", "sgd"]))
 def test_optimizers_train_to_finite_weights_at_the_ends_of_each_range(name):
     """Of the three coefficients of Muon, which are right together only, each is but a finite number."""
     kinds = {key.lower(): kind for key, kind in vars(keras.optimizers).items()}
     if name not in kinds:
         pytest.skip("this Keras does not have it")
-    for argument in {**optimizer_lib.OPTIMIZERS[name], **optimizer_lib.EVERY_OPTIMIZER}:
-        allowed = optimizer_lib.range_of(name, argument)
-        for end in () if allowed is None or argument in ("muon_a", "muon_b", "muon_c") else allowed[:2]:
-            if allowed.off and end == 0:
-                continue
+    for argument, field in OptimizerConfig(name).option_fields().items():
+        if type(field.default) not in (int, float) or argument in UNTRIED:
+            continue
+        for end in ends(argument, field):
             options = {argument: end, **({"use_ema": True} if argument.startswith("ema_") else {})}
             made = kinds[name](learning_rate=1e-3, **OptimizerConfig(name, **options).arguments())
             weights = [keras.Variable(np.array([[1, -2], [0, 3]], "float32")), keras.Variable(np.zeros(3, "float32"))]

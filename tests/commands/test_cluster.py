@@ -5,8 +5,6 @@ from __future__ import annotations
 import json
 import os
 import shlex
-import subprocess
-import sys
 
 import pytest
 
@@ -103,31 +101,13 @@ def test_check_connects(capsys, monkeypatch):
     monkeypatch.setenv("http_proxy", "http://proxy:1")
     monkeypatch.setenv("https_proxy", "http://bob:hunt/er@2@proxy:2")
     with greeting.listening_for_peers(spec, TaskSpec("worker", 1)):
-        code, out, err = run(capsys, "check", "--connect", "--timeout=5")
+        code, out, err = run(capsys, "check", "--connect", "--timeout=2")
     assert (code, err) == (0, "")
     assert "http_proxy=http://proxy:1" in out and "https_proxy=proxy:2" in out and "hunt" not in out
     assert out.startswith("worker:0 of 2 tasks\n") and out.endswith("OK: all tasks can be reached\n")
     monkeypatch.setenv("TF_CONFIG", tf_config({"worker": [own, absent]}))
-    code, out, err = run(capsys, "check", "--connect", "--timeout=3")
+    code, out, err = run(capsys, "check", "--connect", "--timeout=1")
     assert code == 1 and f"worker:1 at {absent} (connection refused)" in err and "OK" not in out
-
-
-def test_every_wrong_tf_config_is_told_at_once_and_soon(tmp_path):
-    for name in ("tensorflow", "keras", "numpy"):  # who loads what takes long ends with another code
-        (tmp_path / f"{name}.py").write_text("import os\nos._exit(99)\n")
-    jobs = {"worker_hosts": ["a:1"], "worker": ["http://h:1", "u@h:2", "h:3", "h:3"], "chief": ["x:1", "y:1"]}
-    path = os.pathsep.join(filter(None, (str(tmp_path), os.environ.get("PYTHONPATH"))))
-    environ = {**os.environ, "PYTHONPATH": path, "TF_CONFIG": tf_config(jobs, {"type": "worker", "index": 9})}
-    seconds = []
-    for _ in range(3):
-        before = os.times()
-        done = subprocess.run(
-            [sys.executable, "-m", "tfdist.cluster", "check"], env=environ, capture_output=True, text=True
-        )
-        after = os.times()  # processor time, as the machine may be busy with others
-        seconds.append(after.children_user + after.children_system - before.children_user - before.children_system)
-        assert (done.returncode, len(done.stderr.splitlines())) == (2, 6), done.stderr
-    assert min(seconds) < 2  # 0.2 on a machine with nothing else to do
 
 
 @pytest.mark.parametrize("seconds", ["nan", "inf", "-1"])

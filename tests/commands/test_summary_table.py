@@ -1,18 +1,13 @@
 """The end of a run in a terminal, in a pipe and in a file."""
 
-import fcntl
 import io
 import json
-import os
 import pathlib
-import pty
-import struct
-import subprocess
 import sys
-import termios
 
 import pytest
 
+from tests.helpers.terminal import Terminal
 from tfdist.commands import summary_table
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -52,6 +47,7 @@ WORKERS = {
         "before_compression": {"predicted": 80000, "measured": None},
     },
     "restarts": 1,
+    "ended_early": "21 of 25 epochs (EarlyStopping)",
     "sizes": [{"step": 0, "workers": 2}, {"step": 40, "workers": 1}],
 }
 SERVERS = {
@@ -60,6 +56,7 @@ SERVERS = {
     "num_replicas": 3,
     "metrics": {},
     "retried_steps": 2,
+    "staleness": {"mean": 0.963, "max": 4},
     "bytes_per_server": {"ps:0": 1},
 }
 
@@ -79,7 +76,8 @@ SERVERS = {
             restarts: 0
             wall time: 5.66 s: steps 2.83 s, startup 2.83 s
             workdir: runs/demo
-            tensorboard --logdir runs/demo/tensorboard""",
+            tensorboard --logdir runs/demo/tensorboard
+            then open http://localhost:6006/#custom_scalars""",
         ),
         (
             WORKERS,
@@ -88,6 +86,7 @@ SERVERS = {
             replicas: 2
             workers over time: 2 from step 0, 1 from step 40
             global batch: 64
+            ended early: 21 of 25 epochs (EarlyStopping)
             val_accuracy: 0.975
             speed: 24.1 ms a step, 2,660 examples/s, validation not counted
             compression: powersgd
@@ -96,7 +95,8 @@ SERVERS = {
             restarts: 1
             wall time: 5.66 s: steps 2.83 s, startup 2.83 s
             workdir: runs/demo
-            tensorboard --logdir runs/demo/tensorboard""",
+            tensorboard --logdir runs/demo/tensorboard
+            then open http://localhost:6006/#custom_scalars""",
         ),
         (
             SERVERS,
@@ -105,17 +105,19 @@ SERVERS = {
             workers: 3
             batch per worker: 64
             retried steps: 2
+            staleness: mean 0.963, max 4
             restarts: 0
             wall time: 5.66 s: steps 2.83 s, startup 2.83 s
             workdir: runs/demo
-            tensorboard --logdir runs/demo/tensorboard""",
+            tensorboard --logdir runs/demo/tensorboard
+            then open http://localhost:6006/#custom_scalars""",
         ),
     ],
     ids=lambda value: value["strategy"] if isinstance(value, dict) else "",
 )
 def test_rows_are_what_was_measured(summary, expected, capsys):
     lines = [line.strip() for line in expected.splitlines()]
-    assert [f"{name}: {value}" for name, value in summary_table.rows(summary, WORKDIR)] == lines[:-1]
+    assert [f"{name}: {value}" for name, value in summary_table.rows(summary, WORKDIR)] == lines[:-2]
     summary_table.print_summary(summary, WORKDIR)
     assert capsys.readouterr().out.splitlines() == lines
 
@@ -142,66 +144,36 @@ def test_a_name_that_the_encoding_lacks_does_not_fail_the_run(monkeypatch):
     written = io.BytesIO()
     monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, "ascii"))
     summary_table.print_summary(ONE_DEVICE, pathlib.Path("läufe", "\udcff"))
-    end = b"\nworkdir: l\\xe4ufe/\\udcff\ntensorboard --logdir 'l\\xe4ufe/\\udcff/tensorboard'\n"
+    end = b"\nworkdir: l\\xe4ufe/\\udcff\ntensorboard --logdir 'l\\xe4ufe/\\udcff/tensorboard'\nthen open http://localhost:6006/#custom_scalars\n"
     assert written.getvalue().endswith(end)
-
-
-def in_terminal(columns, *arguments, **environ):
-    """Returns what `python -m tfdist.train` prints in a terminal of so many columns, and its exit code."""
-    terminal, stdout = pty.openpty()
-    fcntl.ioctl(stdout, termios.TIOCSWINSZ, struct.pack("HHHH", 40, columns, 0, 0))
-    command = [sys.executable, "-m", "tfdist.train", *arguments]
-    kept = {name: value for name, value in os.environ.items() if name not in ("TF_CONFIG", "NO_COLOR", "COLUMNS")}
-    environ = {**kept, "PYTHONPATH": str(ROOT), "TERM": "xterm", "PYTHONIOENCODING": "utf-8", **environ}
-    with subprocess.Popen(command, cwd=ROOT, env=environ, stdout=stdout, stderr=subprocess.DEVNULL) as process:
-        os.close(stdout)
-        found = b""
-        while True:
-            try:
-                found += os.read(terminal, 2**16)
-            except OSError:  # Linux' end of a pseudo-terminal
-                break
-        os.close(terminal)
-    return found.decode(), process.returncode
 
 
 def test_a_work_directory_steers_no_terminal(capsys):
     summary_table.print_summary(ONE_DEVICE, pathlib.Path("a\x1b[31m\n'b"))
-    end = "workdir: a\\x1b[31m\\n'b\ntensorboard --logdir $'a\\x1b[31m\\n\\'b/tensorboard'\n"
+    end = "workdir: a\\x1b[31m\\n'b\ntensorboard --logdir $'a\\x1b[31m\\n\\'b/tensorboard'\nthen open http://localhost:6006/#custom_scalars\n"
     assert capsys.readouterr().out.endswith(end)
 
 
 def test_a_terminal_gets_a_table(tmp_path):
     workdir = tmp_path / "[b]" / ("long" * 10)
-    options = ["--config=default", "--config.epochs=1", "--config.steps_per_epoch=3"]
-    output, code = in_terminal(50, *options, f"--workdir={workdir}")
-    assert code == 0, output
-    plain = output.replace("\x1b[1m", "").replace("\x1b[0m", "")
-    assert plain != output, "names are bold"
-    table = [line for line in plain.splitlines() if line.startswith("│")]
+    program = (
+        "import json, pathlib, sys; from tfdist.commands import summary_table; "
+        "summary_table.print_summary(json.loads(sys.argv[1]), pathlib.Path(sys.argv[2]))"
+    )
+    command = [sys.executable, "-c", program, json.dumps(ONE_DEVICE), str(workdir)]
+    terminal = Terminal(command, tmp_path, {"PYTHONPATH": str(ROOT), "NO_COLOR": ""}, width=50)
+    try:
+        assert terminal.wait(60) == 0, terminal.output
+    finally:
+        terminal.close()
+    assert "\x1b[1m" in terminal.output, "names are bold"
+    table = [line for line in terminal.screen.lines if line.startswith("│")]
     assert {len(line) for line in table} == {50}
     cells, name = {}, ""
     for line in table:
         left, right = (cell.strip() for cell in line.strip("│").split("│"))
         name = left or name
         cells[name] = cells.get(name, "") + right.replace(" ", "")  # lines break at blanks, and in long words
-    summary = json.loads((workdir / "summary.json").read_text())
-    expected = {
-        "task": "digits",
-        "strategy": "one_device",
-        "replicas": "1",
-        "global batch": "64",
-        **{name: f"{value:.6g}" for name, value in summary["metrics"].items()},
-        "speed": f"{summary['step_ms']['mean']:.1f} ms a step, {summary['examples_per_second']:,.0f} examples/s, "
-        "validation not counted",
-        "restarts": "0",
-        "wall time": f"{summary['goodput']['wall_seconds']} s: "
-        + ", ".join(
-            f"{part.replace('_', ' ')} {took} s" for part, took in summary["goodput"]["seconds"].items() if took
-        ),
-        "workdir": str(workdir),
-    }
-    assert cells == {name: value.replace(" ", "") for name, value in expected.items()}
+    assert cells == {name: str(value).replace(" ", "") for name, value in summary_table.rows(ONE_DEVICE, workdir)}
     # One line, however narrow the terminal is: to be copied.
-    assert plain.endswith(f"\r\ntensorboard --logdir '{workdir}/tensorboard'\r\n")
-    assert "val_accuracy" in cells and '"metrics"' not in output
+    assert f"\r\ntensorboard --logdir '{workdir}/tensorboard'\r\n" in terminal.output

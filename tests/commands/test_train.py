@@ -5,7 +5,11 @@ import json
 import pytest
 
 from tfdist.commands import train
+from tfdist.commands.finished_run import FinishedRun
 from tfdist.config import TrainConfig
+from tfdist.errors import ConfigError
+from tfdist.runtime.folders.workdir import Workdir
+from tfdist.runtime.report import progress
 
 
 @pytest.mark.parametrize("where", ["{0}/file", "{0}/file/below", "/proc/nowhere", "{0}/" + "x" * 300])
@@ -62,7 +66,7 @@ def test_a_finished_run_is_replaced_only_with_overwrite(
     before = sorted(tmp_path.rglob("*"))
     config = TrainConfig(epochs=epochs)
     config.backup.delete_checkpoint = not keeps
-    found = train.FinishedRun(config, tmp_path, overwrite)
+    found = FinishedRun(config, Workdir(tmp_path), overwrite)
     if becomes == "refused":
         flags = [f"--config.epochs={epochs}", f"--config.backup.delete_checkpoint={not keeps}"]
         assert train.main(["train", "--config=digits", f"--workdir={tmp_path}", *flags]) == 2
@@ -83,6 +87,15 @@ def test_a_finished_run_is_replaced_only_with_overwrite(
 
 def test_a_task_that_a_supervisor_starts_again_belongs_to_the_run_that_is_there(tmp_path, monkeypatch):
     (tmp_path / "summary.json").write_text(json.dumps(FINISHED))
-    (tmp_path / "restarts").write_text("1")
+    progress.write_restarts(tmp_path, 1)
     monkeypatch.setenv("TFDIST_PROGRESS", str(tmp_path))
-    train.FinishedRun(TrainConfig(), tmp_path, False).check()
+    FinishedRun(TrainConfig(), Workdir(tmp_path), False).check()
+
+
+def test_a_finished_run_whose_launcher_was_killed_before_it_removed_the_backups_is_not_trained_again(tmp_path):
+    (tmp_path / "summary.json").write_text(json.dumps(FINISHED))
+    (tmp_path / "backup/step-6-end").mkdir(parents=True)
+    (tmp_path / "backup/step-6-end/manifest.json").write_text(json.dumps(of("a", 6)))
+    (tmp_path / "backup/finished").write_text("process 1 on another (1), begun at 1.0")
+    with pytest.raises(ConfigError, match="holds a finished run"):
+        FinishedRun(TrainConfig(epochs=2), Workdir(tmp_path), False).check()

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-import keras
+import functools
+
 import numpy as np
 import pytest
 import tensorflow as tf
@@ -19,7 +20,7 @@ from tfdist.compression.per_variable import PerVariable
 from tfdist.compression.powersgd import PowerSGD
 from tfdist.compression.topk import TopK
 from tfdist.compression.warmup import Warmup
-from tfdist.config import COMPRESSORS, CompressionConfig
+from tfdist.config import CompressionConfig
 
 SHAPES = [(37, 29), (29,), (3, 3, 16, 9), (5, 7), (2000, 1)]  # odd tails, and two that are not worth it
 BIG = [0, 2, 4]
@@ -40,7 +41,7 @@ ALL = {
     "warmup": Warmup(ErrorFeedback(PowerSGD(2)), 2),
     "rules": PerVariable({"^0": ErrorFeedback(TopK()), "^2": None}, ErrorFeedback(Int8())),
 }
-BUCKET_BYTES = 2000  # so that some of SHAPES are cut
+BUCKET_BYTES = 4000  # so that some of SHAPES are cut
 # A codec in a wrapper that others have, too; of what is not in these, each codec and each wrapper is there once.
 COMBINED = ["powersgd_feedback", "topk_feedback"]
 # Between processes each of these goes the way of another one: bf16, powersgd, warmup, topk_sampled.
@@ -101,6 +102,12 @@ class Run:
         return values, self.step(values)
 
 
+@functools.cache
+def run_of(name, ranks):
+    """Returns the run of a compressor of `ALL`, which is traced once for all tests, at its beginning."""
+    return Run(ALL[name], ranks)
+
+
 def exact(values):
     return [np.sum([np.asarray(mine[number], np.float64) for mine in values], 0) for number in range(len(values[0]))]
 
@@ -108,7 +115,7 @@ def exact(values):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", tiers.cases(ALL, quick=set(ALL) - {*COMBINED, "int8_feedback", "powersgd_cold"}))
 def test_all_ranks_have_the_same_finite_sums(name, ranks):
-    run = Run(ALL[name], ranks)
+    run = run_of(name, ranks)
     for kind, make in INPUTS.items():
         run.start()
         rng = np.random.default_rng(0)
@@ -127,7 +134,7 @@ def test_all_ranks_have_the_same_finite_sums(name, ranks):
 @pytest.mark.parametrize("ranks", RANKS)
 @pytest.mark.parametrize("name", tiers.cases(FEEDBACK, quick=set(FEEDBACK) - set(COMBINED)))
 def test_nothing_is_lost_with_error_feedback(name, ranks):
-    run = Run(ALL[name], ranks)
+    run = run_of(name, ranks)
     for kind, make in INPUTS.items():
         run.start()
         rng = np.random.default_rng(1)
@@ -149,8 +156,9 @@ def test_nothing_is_lost_with_error_feedback(name, ranks):
 @pytest.mark.parametrize("name", ["bf16", "fp16", "int8", "int8_sum"])
 def test_what_rounds_stays_within_half_a_level(name, ranks):
     levels = {"bf16": 2.0**-8, "fp16": 2.0**-11, "int8": 0.5 / 127, "int8_sum": 0.5 / (127 // ranks)}[name]
-    run = Run(ALL[name], ranks)
+    run = run_of(name, ranks)
     for kind, make in INPUTS.items():
+        run.start()
         values, results = run.random_step(np.random.default_rng(2), make)
         # Each rank's rounding and those of sums; float16 of less than 6e-5 has fewer digits.
         largest = sum(max(np.abs(mine[number]).max() for number in BIG) for mine in values)
@@ -167,7 +175,7 @@ def test_what_rounds_stays_within_half_a_level(name, ranks):
     ),
 )
 def test_what_leaves_out_contracts(name):
-    run = Run(ALL[name], 1)
+    run = run_of(name, 1)
     for kind, make in INPUTS.items():
         run.start()
         values, results = run.random_step(np.random.default_rng(3), make)
@@ -204,7 +212,7 @@ def test_topk_adds_one_rank_after_another_with_and_without_a_gpu(kind, monkeypat
     found = []
     for devices in ([], ["GPU:0"]):
         monkeypatch.setattr(tf.config, "get_visible_devices", lambda _, devices=devices: devices)
-        run, rng = Run(ErrorFeedback(TopK(0.3, samples=100)), 3), np.random.default_rng(7)
+        run, rng = Run(ErrorFeedback(TopK(0.3, samples=100)), 3, [(37, 29)]), np.random.default_rng(7)
         steps = [run.random_step(rng, INPUTS[kind])[1] for _ in range(3)]
         found.append([np.array(each) for each in tf.nest.flatten([(r.sums, r.states) for r in steps[-1]])])
     for alone, with_gpu in zip(*found, strict=True):
@@ -213,10 +221,7 @@ def test_topk_adds_one_rank_after_another_with_and_without_a_gpu(kind, monkeypat
 
 @pytest.mark.parametrize(
     "name",
-    tiers.cases(
-        ["int8_feedback", "powersgd_feedback", "topk_feedback", "topk_sampled"],
-        quick=["int8_feedback", "powersgd_feedback", "topk_sampled"],
-    ),
+    tiers.cases(["int8_feedback", "powersgd_feedback", "topk_feedback", "topk_sampled"], quick=["powersgd_feedback"]),
 )
 def test_errors_that_are_fed_back_do_not_grow(name):
     run, rng = Run(ALL[name], 2, [(37, 29)]), np.random.default_rng(5)
@@ -325,14 +330,6 @@ def test_the_plan_counts_bytes(ranks):
     assert NONE.bytes_per_step(shapes, 1) == 0
 
 
-def test_the_kernels_of_a_real_network_become_fifty_times_smaller():
-    """Matrices are laid out as Keras' kernels are: with torch's layout it would be 1.1 times."""
-    kernels = [
-        tuple(v.shape) for v in keras.applications.ResNet50(weights=None).trainable_variables if len(v.shape) > 1
-    ]
-    assert NONE.bytes_per_step(kernels, 2) > 50 * PowerSGD(4).bytes_per_step(kernels, 2)
-
-
 @pytest.mark.parametrize(
     "rows", [BF16().row_codec, FP16().row_codec, Int8().row_codec, ErrorFeedback(Int8()).row_codec, NONE.row_codec]
 )
@@ -344,15 +341,6 @@ def test_rows_come_back(rows, width):
 
 
 # Names and arguments
-
-
-@pytest.mark.parametrize("name", COMPRESSORS)
-def test_every_name_makes_a_compressor(name):
-    made = compression.create(name)
-    assert (made is None) == (name == "none")
-    if made:
-        run, rng = Run(made, 2), np.random.default_rng(0)
-        run.random_step(rng)
 
 
 def test_arguments_reach_their_compressor():
@@ -384,7 +372,7 @@ def test_arguments_reach_their_compressor():
         (CompressionConfig("powersgd", matrix_approximation_rank=0), "rank must be 1 to 2147483647"),
         (
             CompressionConfig("bf16", block=64),
-            "'bf16' takes no 'block', which is an option of int8. It takes no arguments",
+            "'bf16' takes no 'block', which is an option of int8. It takes: guard",
         ),
         (CompressionConfig("int8", block="8"), "compression.block must be of type int. Received: '8'"),
         (CompressionConfig("powersgd", matrix_approximation_rank=1.5), "rank must be of type int. Received: 1.5"),
@@ -482,12 +470,13 @@ def test_large_gradients_are_cut_where_numbers_need_not_be_together():
     "compressor",
     tiers.cases(
         [BF16(), FP16(), ErrorFeedback(BF16()), Int8(block=64), Int8(transport="sum")],
-        quick=[ErrorFeedback(BF16()), Int8(block=64), Int8(transport="sum")],
+        quick=[ErrorFeedback(BF16()), Int8(block=64)],
     ),
     ids=lambda c: c.description,
 )
 def test_cuts_change_no_bit(compressor):
-    cut, whole, rng = Run(compressor, 2), Run(compressor, 2, bucket_bytes=0), np.random.default_rng(3)
+    cut, whole = (Run(compressor, 2, [(37, 29), (29,), (2000, 1)], size) for size in (BUCKET_BYTES, 0))
+    rng = np.random.default_rng(3)
     for _ in range(3):
         values, results = cut.random_step(rng)
         for mine, other in zip(results, whole.step(values), strict=True):

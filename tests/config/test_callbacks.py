@@ -37,27 +37,6 @@ def test_callbacks_are_made_with_their_arguments():
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("EarlyStoping()", "unknown callback 'EarlyStoping'; did you mean 'EarlyStopping'?"),
-        (
-            "EarlyStopping(patiance=3)",
-            "unknown argument of callback EarlyStopping 'patiance'; did you mean 'patience'?",
-        ),
-        ("EarlyStopping(3)", "callbacks must be such as 'EarlyStopping(monitor=val_loss, patience=3);"),
-        ("EarlyStopping(patience=__import__('os'))", "callbacks must be such as"),
-        ("EarlyStopping(**{})", "callbacks must be such as"),
-        ("EarlyStopping(patience=3", "callbacks must be such as"),
-        ("EarlyStopping()()", "callbacks must be such as"),
-        ("a.b:C(x=1) + 1", "callbacks must be such as"),
-    ],
-)
-def test_a_fault_is_one_sentence_before_tensorflow_is_loaded(text, said):
-    (fault,) = callbacks.faults(text)
-    assert fault.startswith(said)
-
-
-@pytest.mark.parametrize(
-    ("text", "said"),
-    [
         ("no.such:Thing", "The module of callback 'no.such:Thing' cannot be found"),
         (f"{__name__}:Thing", f"Module '{__name__}' has no 'Thing'"),
         (f"{__name__}:Counting(steps=1)", f"callback '{__name__}:Counting' cannot be made of .*'steps'"),

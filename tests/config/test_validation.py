@@ -14,8 +14,6 @@ from tfdist import config
 from tfdist.config import (
     BackupConfig,
     ClusterConfig,
-    ExportConfig,
-    MonitoringConfig,
     OptimizerConfig,
     StrategyConfig,
     TrainConfig,
@@ -42,7 +40,7 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
     monkeypatch.syspath_prepend(ROOT)
     path = pathlib.Path(name)
     parsed, workdir = flags.parse(["train", f"--config={path}"], "")
-    assert parsed.task in ("digits", "synthetic")
+    assert parsed.task in ("digits", "ratings", "synthetic")
     assert workdir == pathlib.Path("runs") / path.stem
     if path.stem in PRESETS:
         assert parsed == PRESETS[path.stem].config(), "a file to be copied is what its preset is"
@@ -51,193 +49,37 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
 @pytest.mark.parametrize(
     ("fields", "said"),
     [
-        ({"strategy": StrategyConfig("miror")}, "unknown strategy 'miror'; did you mean 'mirrored'?"),
-        (
-            {"strategy": StrategyConfig(transport="grcp")},
-            "unknown strategy.transport 'grcp'; did you mean 'grpc'?",
-        ),
-        (
-            {"backup": BackupConfig("batch")},
-            "must be 'epoch', 'never' or a number of steps, 1 or more. Received: 'batch'.",
-        ),
-        ({"backup": BackupConfig("0")}, "1 or more. Received: '0'."),
-        ({"backup": BackupConfig(save_every_seconds=NAN)}, "must be 0 (off) to 1000000000. Received: nan."),
-        ({"backup": BackupConfig(keep=0)}, "backup.keep must be 1 to 2147483647. Received: 0."),
-        ({"backup": BackupConfig(dir=__file__)}, "backup.dir must be a folder, and"),
-        ({"monitoring": MonitoringConfig("0")}, "monitoring.update_freq must be a number of steps from 1, 'batch' or"),
-        (
-            {"monitoring": MonitoringConfig(profile_steps="25:20")},
-            "monitoring.profile_steps must be the first and the last step, such as '20:25', or one step from 1. Received: '25:20'.",
-        ),
-        ({"export": ExportConfig("val_los", "less")}, "unknown export.mode 'less'. Known: auto, max, min."),
-        (
-            {"export": ExportConfig("val_f2")},
-            "export.mode 'auto' cannot tell whether export.best shall fall or rise; set",
-        ),
-        ({"export": ExportConfig(dir=__file__)}, "export.dir must be a folder, and"),
-        (
-            {"export": ExportConfig("val_loss"), "task": "synthetic"},
-            "export.best is 'val_loss', but task 'synthetic' has no method eval_data; add one, or use a metric of the training",
-        ),
-        (
-            {"export": ExportConfig("val_loss"), "validation_freq": 3, "epochs": 2},
-            "export.best is 'val_loss', but no epoch is validated: validation_freq is 3 and epochs 2.",
-        ),
-        ({"validation_freq": 0}, "validation_freq must be 1 to 2147483647. Received: 0."),
-        ({"nan_policy": "skp"}, "unknown nan_policy 'skp'; did you mean 'skip'? Known: ignore, skip, stop."),
-        (
-            {"nan_policy": "skip", "strategy": StrategyConfig("parameter_server"), **SERVERS},
-            "nan_policy 'skip' is not possible under parameter_server, whose workers update variables",
-        ),
-        ({"max_restarts": -1}, "max_restarts must be 0 to 2147483647. Received: -1."),
-        (
-            {"strategy": StrategyConfig(bucket_bytes=-1)},
-            "strategy.bucket_bytes must be 0 (off) to 1099511627776. Received: -1.",
-        ),
-        (
-            {"strategy": StrategyConfig(timeout_seconds=NAN)},
-            "strategy.timeout_seconds must be 0 (off) to 1000000000. Received: nan.",
-        ),
-        ({"strategy": StrategyConfig("mirrored", devices=0)}, "1 to 256 virtual CPUs, or device names. Received: 0."),
-        (
-            {"strategy": StrategyConfig("mirrored", devices=257)},
-            "1 to 256 virtual CPUs, or device names. Received: 257.",
-        ),
         ({"strategy": StrategyConfig("mirrored", devices="9" * 5000)}, "1 to 256 virtual CPUs"),
-        (
-            {"strategy": StrategyConfig("multi_worker_mirrored", devices="CPU:0,cpu:0")},
-            "strategy.devices names a device twice",
-        ),
-        (
-            {"strategy": StrategyConfig("parameter_server", devices=2), "cluster": ClusterConfig(ps=1)},
-            "does not apply to parameter_server",
-        ),
-        ({"strategy": StrategyConfig(replicas=4)}, "strategy.replicas does not apply to one_device"),
-        (
-            {"strategy": StrategyConfig("tpu", replicas=4)},
-            "mirrored or multi_worker_mirrored, or leave it at 0. Received",
-        ),
-        ({"strategy": StrategyConfig("parameter_server", replicas=4), **SERVERS}, "does not apply to parameter_server"),
-        (
-            {"strategy": StrategyConfig("mirrored", devices=2, replicas=2)},
-            "both set the devices of a worker; leave one of them out. Received: 2 and '2'.",
-        ),
-        (
-            {"strategy": StrategyConfig("mirrored", replicas=-1)},
-            "strategy.replicas must be 0 (off) to 2560000. Received",
-        ),
-        (
-            {"strategy": StrategyConfig("mirrored", replicas=512), "global_batch_size": 512},
-            "strategy.replicas=512 needs 512 virtual CPUs, more than 256; use 2, 4, 8, 16, 32, 64, 128 or 256 workers",
-        ),
-        (
-            {
-                "strategy": StrategyConfig("multi_worker_mirrored", replicas=4),
-                "cluster": ClusterConfig(3),
-                "global_batch_size": 32,
-            },
-            "strategy.replicas=4 is not divisible by 3 workers; use 1, 2 or 4 workers, or a multiple of 3 replicas.",
-        ),
-        ({"strategy": StrategyConfig(devices="GPU:0,GPU:1")}, "one_device takes one device. Received: 'GPU:0,GPU:1'"),
-        ({"cluster": ClusterConfig(workers=0)}, "cluster.workers must be 1 to 10000, or MIN:MAX as 1:4. Received: 0."),
-        ({"cluster": ClusterConfig(workers=2)}, "'one_device' trains in one process, but cluster.workers is 2"),
-        ({"cluster": ClusterConfig(ps=-1)}, "cluster.ps must be 0 to 10000. Received: -1."),
-        ({"cluster": ClusterConfig(ps=1)}, "'one_device' has no parameter servers, but cluster.ps is 1"),
-        ({"cluster": ClusterConfig(evaluator=2)}, "cluster.evaluator must be 0 or 1. Received: 2."),
-        ({"cluster": ClusterConfig(warm=2)}, "cluster.warm must be 0 or 1. Received: 2."),
-        ({"cluster": ClusterConfig(evaluator=-1)}, "cluster.evaluator must be 0 or 1. Received: -1."),
-        ({"cluster": ClusterConfig(evaluator=1), "backup": BackupConfig("never")}, "but backup.save_freq is 'never'"),
-        ({"cluster": ClusterConfig(evaluator=1), "task": "synthetic"}, "task 'synthetic' has no method eval_data; add"),
-        (
-            {"strategy": StrategyConfig("parameter_server")},
-            "needs a parameter server: use --config.cluster.ps=1 or more",
-        ),
-        ({"strategy": StrategyConfig("mirrored", placement="by_byte")}, "did you mean 'by_bytes'?"),
-        ({"strategy": StrategyConfig("parameter_server", "2"), **SERVERS}, "does not apply to parameter_server"),
-        (
-            {"strategy": StrategyConfig("parameter_server"), "jit_compile": True, **SERVERS},
-            "jit_compile is not possible",
-        ),
-        (
-            {"strategy": StrategyConfig("parameter_server"), "precision": "mixed_float16", **SERVERS},
-            "precision mixed_float16 is not possible under parameter_server",
-        ),
-        (
-            {
-                "strategy": StrategyConfig("parameter_server"),
-                "optimizer": OptimizerConfig(gradient_accumulation_steps=2),
-                **SERVERS,
-            },
-            "optimizer.gradient_accumulation_steps is not possible under parameter_server",
-        ),
-        ({"optimizer": OptimizerConfig("adm")}, "Unknown optimizer 'adm'; did you mean 'adam'?"),
-        (
-            {"optimizer": OptimizerConfig(momentum=0.9)},
-            "optimizer 'adam' takes no 'momentum', which is an option of muon, rmsprop, sgd. It takes: beta_1",
-        ),
-        (
-            {"optimizer": OptimizerConfig("sgd", beta_1=0.8)},
-            "schedulefreeadamw. It takes: momentum, nesterov, weight_decay,",
-        ),
-        ({"optimizer": OptimizerConfig(betta_1=0.8)}, "optimizer 'adam' takes no 'betta_1'; did you mean 'beta_1'?"),
-        ({"optimizer": OptimizerConfig(clipnorm=1, clipvalue=1)}, "may be set. Received: clipnorm, clipvalue."),
-        ({"task": "digts", "task_options": None}, "Unknown task 'digts'; did you mean 'digits'?"),
-        (
-            {"task": "collections:Counter"},
-            "task 'collections:Counter' is not a tfdist.Task: it has no 'build_model'.",
-        ),
-        ({"task": "no_such_package:Task"}, "The module of task 'no_such_package:Task' cannot be found"),
+        ({"backup": BackupConfig("9" * 5000)}, "backup.save_freq must be 'epoch', 'never' or a number of steps"),
+        ({"precision": "x" * 5000}, "unknown precision 'xxx"),
         (
             {"task_options": synthetic.Options()},
             "takes task_options of tfdist.tasks.digits.Options. Received: tfdist.tasks.synthetic.Options;",
         ),
-        ({"task_options": digits.Options(filters=0)}, "task_options.filters must be 1 to 100000. Received: 0."),
-        (
-            {"task_options": digits.Options(dropout=1)},
-            "task_options.dropout must be 0 or more and below 1. Received: 1.0.",
-        ),
-        (
-            {"task": "synthetic", "task_options": synthetic.Options(layers=-1)},
-            "task_options.layers must be 0 to 1000000000.",
-        ),
-        ({"global_batch_size": 0}, "Exactly one of global_batch_size and per_replica_batch_size must be set"),
-        ({"per_replica_batch_size": 8}, "the other must be 0. Received: 32 and 8."),
-        (
-            {"global_batch_size": -32, "per_replica_batch_size": 32},
-            "global_batch_size must be 0 to 2147483647. Received: -32.",
-        ),
-        ({"per_replica_batch_size": -1}, "per_replica_batch_size must be 0 to 2147483647. Received: -1."),
-        ({"precision": "float16"}, "unknown precision 'float16'; did you mean 'float32'?"),
-        ({"epochs": 0}, "epochs must be 1 to 2147483647. Received: 0."),
-        ({"steps_per_epoch": -1}, "steps_per_epoch must be 0 to 2147483647. Received: -1."),
-        ({"learning_rate": -0.1}, "learning_rate must be 0 to 1000000. Received: -0.1."),
-        ({"learning_rate": NAN}, "learning_rate must be 0 to 1000000. Received: nan."),
-        ({"grace_seconds": -1.0}, "grace_seconds must be 0 to 1000000000. Received: -1.0."),
-        ({"seed": 2**31}, "seed must be 0 to 2147483647. Received: 2147483648."),
         ({"epochs": "3"}, "config.epochs must be int. Received: '3'."),
         ({"epochs": True}, "config.epochs must be int. Received: True."),
+        ({"epochs": 3.0}, "config.epochs must be int. Received: 3.0."),
         ({"epochs": Unshowable()}, "config.epochs must be int. Received: a value of type Unshowable."),
         ({"task": []}, "config.task must be str. Received: []."),
-        ({"precision": "x" * 5000}, "unknown precision 'xxx"),
         ({"learning_rate": 10**400}, "config.learning_rate must be float. Received: 1000"),
-        ({"epochs": 3.0}, "config.epochs must be int. Received: 3.0."),
         ({"learning_rate": "fast"}, "config.learning_rate must be float. Received: 'fast'."),
         ({"deterministic": 1}, "config.deterministic must be bool. Received: 1."),
-        ({"global_batch_size": "32"}, "config.global_batch_size must be int. Received: '32'."),
         ({"optimizer": OptimizerConfig(name=3)}, "config.optimizer.name must be str. Received: 3."),
+        ({"optimizer": OptimizerConfig("adadelta", rho="x")}, "optimizer.rho must be of type float. Received: 'x'."),
+        ({"optimizer": None}, "config.optimizer must be OptimizerConfig. Received: None."),
         ({"strategy": "mirrored"}, "config.strategy must be StrategyConfig. Received: 'mirrored'."),
         ({"strategy": OptimizerConfig()}, "config.strategy must be StrategyConfig. Received: OptimizerConfig("),
-        ({"optimizer": None}, "config.optimizer must be OptimizerConfig. Received: None."),
         (
             {"task_options": digits.Options(filters="many")},
             "config.task_options.filters must be int. Received: 'many'.",
         ),
     ],
 )
-def test_a_fault_is_named(fields, said):
+def test_a_value_of_another_type_is_one_sentence(fields, said):
+    """Values that no flag gives; those of flags: test_sentences.py."""
     found = faults(make(**fields))
     assert len(found) == 1
-    assert said in found[0]
+    assert said in found[0] and len(found[0]) < 500
 
 
 def test_every_fault_is_reported_at_once():
@@ -391,20 +233,7 @@ def test_central_storage_says_all_that_it_cannot():
     ]
 
 
-@pytest.mark.parametrize("save_freq", ["9" * 5000, "0", "00", "-1", "٣", "1.5", ""])
-def test_how_often_to_save_is_a_number_that_can_be(save_freq):
-    (found,) = faults(make(backup=config.BackupConfig(save_freq=save_freq)))
-    assert found.startswith("backup.save_freq must be 'epoch', 'never' or a number of steps") and len(found) < 300
-
-
-@pytest.mark.parametrize(
-    ("devices", "said"),
-    [("nonsense", "must be names such as GPU:0"), ("GPU:x", "such as GPU:0"), ("CPU:0,cpu:0", "names a device twice")],
-)
-def test_devices_are_names_and_each_is_one(devices, said):
-    (found,) = faults(make(global_batch_size=64, strategy=StrategyConfig("mirrored", devices=devices)))
-    assert said in found
-
+def test_a_field_that_a_subclass_adds_is_not_fixed():
     @dataclasses.dataclass
     class Later(config.StrategyConfig):
         patience: float = 3.0
@@ -431,7 +260,7 @@ GROUPS = (
 
 
 @given(st.data())
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=50, deadline=None)
 def test_any_value_of_any_field_is_taken_or_answered_with_printable_sentences(data):
     checked = make(steps_per_epoch=2)
     group = data.draw(st.sampled_from(("", *GROUPS)))

@@ -1,9 +1,10 @@
-"""The cache of `arrays_from`: equal rows from a cold, partly filled, warm or damaged cache, its key, its limit, and its errors."""
+"""The cache of `arrays_from`: one conversion for all processes and runs, equal rows, its identity, its owner, its space, and its errors."""
 
 from __future__ import annotations
 
-import errno
 import os
+import resource
+import runpy
 import subprocess
 import sys
 
@@ -11,17 +12,17 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tests.data.test_array_files import N, X, Y, npy, rows
+from tests.data.formats import N, X, Y, npy
+from tests.helpers import fork_server
 from tests.multiprocess import harness
 from tfdist import data
-from tfdist.data import array_files
-from tfdist.data.cached_rows import CachedRows
-from tfdist.errors import ConfigError
+from tfdist.data import conversion, row_source
+from tfdist.errors import ConfigError, DataError
 
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch, tmp_path):
-    monkeypatch.setattr(array_files, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(row_source, "_BLOCK_ROWS", 4)
     npy(tmp_path, 9)
 
 
@@ -57,37 +58,39 @@ def places(tmp_path):
 
 
 def keys(folder):
-    return sorted(path.name for path in folder.iterdir() if not path.name.startswith("."))
+    """Returns the folders of the conversions."""
+    return sorted(path for path in (folder / f"tfdist-{os.geteuid()}").iterdir() if path.is_dir())
 
 
 @pytest.mark.parametrize("kind", [0, 1], ids=["memory", "folder"])
-@pytest.mark.parametrize("cache_bytes", [None, 1, 250, 10**9])
-def test_rows_are_equal_whatever_the_cache_holds(tmp_path, kind, cache_bytes):
+def test_rows_are_equal_and_each_is_mapped_once(tmp_path, kind):
     expected = epochs(opened(tmp_path))
-    for _ in range(2):
-        stored = opened(tmp_path, places(tmp_path)[kind], cache_bytes=cache_bytes)
+    for run in range(2):
+        stored = opened(tmp_path, places(tmp_path)[kind])
+        counted = reads(stored)
         assert stored.dataset().element_spec == opened(tmp_path).dataset().element_spec
-        assert equal(epochs(stored), expected)
-        counted = reads(stored)
-        assert equal(epochs(stored), expected)
-        assert bool(sum(counted)) == (cache_bytes in (1, 250))
+        for _ in range(2):
+            assert equal(epochs(stored), expected)
         assert equal(epochs(stored.in_order()), epochs(opened(tmp_path).in_order()))
+        assert sum(counted) == (0 if kind and run else N), "the next run reads the folder"
 
 
-def test_each_block_is_mapped_once_also_in_the_next_run(tmp_path):
-    for expected in (N, 0):
-        stored = opened(tmp_path, tmp_path / "cache")
-        counted = reads(stored)
-        list(stored.parts(1, [0], 0, 3).as_numpy_iterator())  # a part of the epoch
-        epochs(stored)
-        # Parallel reads may compute a block at the same moment.
-        assert expected <= sum(counted) <= 4 * expected
+def test_columns_are_npy_files_of_this_user_only(tmp_path):
+    epochs(opened(tmp_path, tmp_path / "cache"))
+    (folder,) = keys(tmp_path / "cache")
+    np.testing.assert_array_equal(np.load(folder / "0.npy"), X.astype(np.float16) * 2)
+    np.testing.assert_array_equal(np.load(folder / "1.npy"), Y)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o600}
+    assert {path.stat().st_mode & 0o777 for path in (folder, folder.parent)} == {0o700}
 
 
-def test_rows_without_a_map(tmp_path):
-    stored = opened(tmp_path, "memory", None)
-    x, y = rows(stored.dataset())
-    np.testing.assert_array_equal(x, X[y])
+@pytest.mark.parametrize("dtype", [tf.bfloat16, tf.bool, tf.complex64])
+def test_types_of_results(tmp_path, dtype):
+    def map(x, y):
+        return tf.cast(x, dtype), tf.reshape(x, [-1, 6])[:, :0]
+
+    for _ in range(2):
+        assert equal(epochs(opened(tmp_path, tmp_path / "cache", map)), epochs(opened(tmp_path, None, map)))
 
 
 def captured(value):
@@ -134,16 +137,20 @@ list(tfdist.data.arrays_from(sys.argv[2], 4, map=map, cache=sys.argv[3]).dataset
 """
 
 
-def test_the_key_is_the_same_in_another_process(tmp_path):
-    (tmp_path / "program.py").write_text(PROGRAM)  # AutoGraph needs a file
-    for number in ("0", "3"):
-        command = [sys.executable, tmp_path / "program.py", number, tmp_path / "*.npy", tmp_path / "cache"]
-        environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "PYTHONHASHSEED": number}
-        subprocess.run(command, env=environ, check=True, timeout=120)
+def test_the_key_is_the_same_in_another_process(tmp_path, monkeypatch):
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)  # AutoGraph needs a file
+    arguments = [str(tmp_path / "*.npy"), str(tmp_path / "cache")]
+    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "PYTHONHASHSEED": "0"}
+    subprocess.run([sys.executable, program, "0", *arguments], env=environ, check=True, timeout=120)
+    assert len(keys(tmp_path / "cache")) == 1
+    monkeypatch.setattr(row_source, "_BLOCK_ROWS", 1 << 12)  # as in that process
+    monkeypatch.setattr(sys, "argv", [str(program), "3", *arguments])
+    runpy.run_path(str(program))
     assert len(keys(tmp_path / "cache")) == 1
 
 
-def change(path, position=1):
+def change(path, position=-1):
     content = bytearray(path.read_bytes())
     content[position] ^= 255
     path.write_bytes(content)
@@ -152,56 +159,117 @@ def change(path, position=1):
 @pytest.mark.parametrize(
     "damage",
     [
-        lambda folder: change(folder / "0.rows"),
-        lambda folder: change(folder / "index"),
-        lambda folder: os.truncate(folder / "0.rows", 5),
-        lambda folder: os.truncate(folder / "index", 5),
-        lambda folder: os.remove(folder / "1.rows"),
-        lambda folder: os.remove(folder / "index"),
+        lambda folder: os.truncate(folder / "0.npy", 200),
+        lambda folder: os.truncate(folder / "0.npy", 5),
+        lambda folder: os.remove(folder / "1.npy"),
+        lambda folder: change(folder / "identity.json"),
+        lambda folder: os.rename(folder, f"{folder}.partial"),
+        lambda folder: (os.remove(folder / "0.npy"), os.symlink("/etc/passwd", folder / "0.npy")),
     ],
+    ids=["truncated", "without header", "missing", "another identity", "partial", "link"],
 )
-def test_damaged_rows_are_computed_again(tmp_path, damage):
+def test_an_incomplete_conversion_is_not_used_but_done_again(tmp_path, damage):
     expected = epochs(opened(tmp_path))
     epochs(opened(tmp_path, tmp_path / "cache"))
-    (key,) = keys(tmp_path / "cache")
-    damage(tmp_path / "cache" / key)
+    (folder,) = keys(tmp_path / "cache")
+    damage(folder)
+    for converted in (N, 0):
+        stored = opened(tmp_path, tmp_path / "cache")
+        counted = reads(stored)
+        assert equal(epochs(stored), expected)
+        assert sum(counted) == converted
+    assert keys(tmp_path / "cache") == [folder]
+
+
+def test_a_damaged_row_is_one_error_and_the_next_start_converts_again(tmp_path):
+    expected = epochs(opened(tmp_path))
+    epochs(opened(tmp_path, tmp_path / "cache"))
+    change(keys(tmp_path / "cache")[0] / "0.npy")
+    with pytest.raises(DataError, match=r"is damaged\. Start the training again"), row_source.explaining_reads():
+        epochs(opened(tmp_path, tmp_path / "cache"))
+    assert equal(epochs(opened(tmp_path, tmp_path / "cache")), expected)
+
+
+def test_damage_in_memory_is_one_error_and_removes_no_file(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "identity.json").touch()
+    stored = opened(tmp_path, "memory")
+    stored._conversion.rows._checksums[0] += 1
+    with pytest.raises(DataError, match="cache in memory is damaged"), row_source.explaining_reads():
+        epochs(stored)
+    assert (tmp_path / "identity.json").exists()
+
+
+def test_a_damaged_source_is_the_error_of_its_file(tmp_path):
     stored = opened(tmp_path, tmp_path / "cache")
-    counted = reads(stored)
-    assert equal(epochs(stored), expected)
-    assert sum(counted)
-    stored = opened(tmp_path, tmp_path / "cache")
-    counted = reads(stored)
-    assert equal(epochs(stored), expected)
-    assert not sum(counted), "the repaired rows are kept"
+    np.save(tmp_path / "x-00001.npy", X[:3])
+    with pytest.raises(DataError, match=r"x-00001\.npy has changed since it was opened"):
+        stored.dataset()
+    assert not keys(tmp_path / "cache")
 
 
-def test_a_full_disk_ends_the_filling_with_one_warning(tmp_path, caplog):
-    stored = opened(tmp_path, tmp_path / "cache")
-    list(stored.parts(1, [0], 0, 1).as_numpy_iterator())
-    stored._cached._rows._files[0] = open("/dev/full", "r+b", buffering=0)  # noqa: SIM115
-    stored._cached._rows._lengths[0] = 0
-    assert equal(epochs(stored), epochs(opened(tmp_path)))
-    assert [f"stops filling: {os.strerror(errno.ENOSPC)}" in record.message for record in caplog.records] == [True]
+def test_a_folder_that_another_user_can_change_is_an_error(tmp_path):
+    own = tmp_path / "cache" / f"tfdist-{os.geteuid()}"
+    own.mkdir(parents=True)
+    own.chmod(0o770)
+    with pytest.raises(ConfigError, match=f"{own} must be a folder of user {os.geteuid()} with the permissions 700"):
+        opened(tmp_path, tmp_path / "cache")
+    own.rmdir()
+    own.symlink_to(tmp_path)
+    with pytest.raises(ConfigError, match=f"{own} must be a folder of user"):
+        opened(tmp_path, tmp_path / "cache")
 
 
-def test_old_caches_that_no_process_uses_are_removed(tmp_path):
-    def store(letter, number):
-        kept = CachedRows(np.array([4, 4]), [8], str(tmp_path / "cache"), letter * 32, 170)  # space for two caches
-        for block in kept.missing(np.array([0, 1])):
-            kept.put(block, [np.full((4, 1), number)])
-        return kept
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root can give files to another user")
+def test_a_file_of_another_user_is_an_error_that_names_it(tmp_path):
+    epochs(opened(tmp_path, tmp_path / "cache"))
+    file = keys(tmp_path / "cache")[0] / "1.npy"
+    os.chown(file, 12345, -1)
+    with pytest.raises(DataError, match=f"{file} belongs to user 12345"):
+        opened(tmp_path, tmp_path / "cache").dataset()
 
-    names = []
-    for number, letter in enumerate("abac"):
-        store(letter, number)
-        for path in (tmp_path / "cache").glob("*/*"):  # times of files are coarse
-            os.utime(path, (path.stat().st_mtime - 10,) * 2)
-        names.append([key[0] for key in keys(tmp_path / "cache")])
-    assert names == [["a"], ["a", "b"], ["a", "b"], ["a", "c"]], "the least recently used one is removed"
-    in_use = [store("a", 0), store("c", 0)]
-    assert [kept.take(np.array([1]), np.array([3]))[0].view(np.int64).item() for kept in in_use] == [0, 3]
-    assert not store("d", 5).has(np.array([0, 1])).any(), "the others are in use"
-    assert [key[0] for key in keys(tmp_path / "cache")] == ["a", "c", "d"]
+
+def test_a_full_disk_is_one_warning_and_training_continues_without_a_cache(tmp_path, caplog):
+    def large(x, y):
+        return tf.tile(x, [1, 1, 10_000]), y
+
+    stored = opened(tmp_path, tmp_path / "cache", large)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(
+        resource.RLIMIT_FSIZE, (1 << 20, limits[1])
+    )  # the kernel refuses to write more, as on a full disk
+    try:
+        batches = epochs(stored)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert equal(batches, epochs(opened(tmp_path, None, large)))
+    warnings = [record.message for record in caplog.records if record.levelname == "WARNING"]
+    assert ["File too large. Training continues" in warning for warning in warnings] == [True]
+    assert not keys(tmp_path / "cache")
+
+
+def test_old_caches_that_no_process_uses_are_removed_the_least_recently_used_first(tmp_path, monkeypatch, caplog):
+    def used():
+        return sum(path.stat().st_size for folder in keys(tmp_path / "cache") for path in folder.glob("[0-9]*.npy"))
+
+    def store(value):
+        stored = opened(tmp_path, tmp_path / "cache", captured(value))
+        assert equal(epochs(stored), epochs(opened(tmp_path, None, captured(value))))
+        for folder in keys(tmp_path / "cache"):  # times of folders are coarse
+            os.utime(folder, (folder.stat().st_mtime - 10,) * 2)
+        return stored, {folder.name for folder in keys(tmp_path / "cache")}
+
+    monkeypatch.setattr(conversion, "_free_space", lambda place: 2100 - used())  # space for two
+    _, first = store(1.0)
+    _, both = store(2.0)
+    assert len(both) == 2
+    assert store(1.0)[1] == both
+    in_use, after = store(3.0)
+    assert first < after, "the second was used least recently"
+    other, _ = store(1.0)
+    assert store(4.0)[1] == after, "both are in use"
+    assert "There is no cache in" in caplog.text
+    del in_use, other
 
 
 TABLE = tf.lookup.StaticHashTable(tf.lookup.KeyValueTensorInitializer(Y, Y), 0)
@@ -228,23 +296,8 @@ def test_a_map_whose_results_cannot_be_kept(tmp_path, map, message):
 
 
 def test_a_map_must_keep_the_number_of_rows(tmp_path):
-    with pytest.raises(tf.errors.OpError, match=r"map must return a row for each row\. Received: 1 rows for 4 rows"):
+    with pytest.raises(DataError, match=r"map must return a row for each row\. Received: 1 rows for 4 rows"):
         epochs(opened(tmp_path, "memory", lambda x, y: (x[:1], y)))
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"cache": 3}, "cache must be 'memory' or a folder of this machine. Received: 3"),
-        ({"cache": "s3://bucket/cache"}, "cache must be 'memory' or a folder of this machine"),
-        ({"cache": "/proc/cache"}, "cache must be 'memory' or a folder in which files can be written"),
-        ({"cache": "memory", "cache_bytes": 0}, "cache_bytes must be a whole number, 1 or more"),
-        ({"cache_bytes": 9}, "cache_bytes limits a cache: set cache"),
-    ],
-)
-def test_a_wrong_option_is_a_fault(tmp_path, options, message):
-    with pytest.raises(ConfigError, match=message):
-        opened(tmp_path, **options)
 
 
 def test_a_source_without_a_version_has_no_cache(tmp_path):
@@ -254,34 +307,43 @@ def test_a_source_without_a_version_has_no_cache(tmp_path):
         data.stored.StoredData(source, 4, cache="memory")
 
 
-KILLED = """
-import os, signal, sys, tfdist.data
-from tfdist.data import array_files, cached_rows
-array_files._BLOCK_ROWS = 4
-write, calls = cached_rows._write_at, []
-def dies(file, content, position):
-    calls.append(0)
-    if len(calls) == int(sys.argv[3]):
-        write(file, content[: len(content) // 2], position)
-        os.kill(os.getpid(), signal.SIGKILL)
-    write(file, content, position)
-cached_rows._write_at = dies
-def map(x, y):
-    return x * 2, y
-for x, y in tfdist.data.arrays_from(sys.argv[1], 4, map=map, cache=sys.argv[2]).dataset(2):
-    print(x.numpy().tobytes().hex(), y.numpy())
-"""
+def start(folder, proceed):
+    words = [str(each) for each in (folder / "*.npy", folder / "cache", proceed)]
+    command = fork_server.command("tests.data.conversion_program", *words)
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True)
 
 
-def test_processes_that_fill_a_cache_at_once_and_one_that_is_killed_within_a_write(tmp_path):
-    def start(cache, dies_at):
-        command = [sys.executable, "-c", KILLED, tmp_path / "*.npy", tmp_path / cache, str(dies_at)]
-        environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
-        return subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+def wait_for_line(run, text):
+    for line in run.stdout:
+        if text in line:
+            return
+    raise AssertionError(f"the process has ended without {text!r}")
 
-    runs = [start("shared", dies_at) for dies_at in (5, 0, 0)]
-    outputs = [run.communicate(timeout=120)[0] for run in runs]
-    outputs += [start("shared", 0).communicate(timeout=120)[0], start("other", 0).communicate(timeout=120)[0]]
-    assert runs[0].returncode in (-9, 0), "0 if the others have written all blocks before"
-    assert len(set(outputs[1:])) == 1
-    assert outputs[1]
+
+@pytest.mark.timeout(240)
+def test_one_process_converts_the_others_wait_and_a_conversion_that_is_killed_is_done_again(tmp_path):
+    proceed = tmp_path / "proceed"
+    runs = [start(tmp_path, proceed)]
+    try:
+        wait_for_line(runs[0], "converts 23 examples once for the cache")
+        runs += [start(tmp_path, proceed), start(tmp_path, proceed)]
+        for run in runs[1:]:
+            wait_for_line(run, "waits for another process, which converts data")
+        fork_server.kill(runs[0])
+        proceed.touch()
+        outputs = [run.communicate(timeout=120)[0].splitlines() for run in runs[1:]]
+    finally:
+        for run in runs:
+            fork_server.kill(run)
+            run.stdout.close()
+    assert outputs[0][-2] == outputs[1][-2]
+    assert sorted(int(output[-1]) for output in outputs) == [0, N], "one of those that waited has converted"
+    assert len(keys(tmp_path / "cache")) == 1
+
+
+def test_the_wait_for_another_process_is_bounded(tmp_path, monkeypatch):
+    stored = opened(tmp_path, tmp_path / "cache")
+    monkeypatch.setattr(conversion, "_WAIT_SECONDS", 0.0)
+    path = tmp_path / "cache" / f"tfdist-{os.geteuid()}" / ".lock"
+    with conversion._locked(str(path)), pytest.raises(DataError, match=f"Another process holds the lock {path}"):
+        stored.dataset()

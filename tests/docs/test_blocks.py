@@ -6,6 +6,7 @@ import os
 import subprocess
 
 import pytest
+import yaml
 
 from tests.docs.pages import blocks, readers_files
 from tests.docs.test_extending import EXAMPLES
@@ -38,10 +39,12 @@ def test_blocks_are_of_languages_that_a_test_runs_or_show_output():
         "python": "here",
         "bash": "test_commands.py",
         "toml": "test_extending.py",
+        "yaml": "below",
         "mermaid": "a picture",
         "": "output",
     }
     assert not [(block.page, block.language) for block in blocks() if block.language not in known]
+    assert all(yaml.safe_load(block.text) for block in blocks("yaml"))
     # What a command prints begins with the name of a task, or of a part of the package; a command does not.
     words = (
         "python",

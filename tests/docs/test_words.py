@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 
 import pytest
@@ -56,28 +57,36 @@ def messages(module: ast.Module) -> list[str]:
     return [" ".join(part for part in texts if isinstance(part, str)) for texts in parts]
 
 
-DOCSTRINGS = [text for path in MODULES.values() for text in docstrings(tree(path))]
-MESSAGES = [text for path in MODULES.values() for text in messages(tree(path)) if len(text) > 20]
-PROSE = [re.sub(r"```.*?```", "", text, flags=re.S) for page, text in PAGES.items() if page != "CHANGELOG.md"]
+@functools.cache
+def texts() -> dict[str, list[str]]:
+    """Returns the texts of each kind. Not when pytest collects: each of its processes would read the whole package."""
+    return {
+        "docstrings": [text for path in MODULES.values() for text in docstrings(tree(path))],
+        "messages": [text for path in MODULES.values() for text in messages(tree(path)) if len(text) > 20],
+        "pages": [re.sub(r"```.*?```", "", text, flags=re.S) for page, text in PAGES.items() if page != "CHANGELOG.md"],
+    }
 
 
-def per_thousand(texts: list[str]) -> float:
-    return 1000 * sum(len(WHAT.findall(text)) for text in texts) / sum(len(text.split()) for text in texts)
+def per_thousand(found: list[str]) -> float:
+    return 1000 * sum(len(WHAT.findall(text)) for text in found) / sum(len(text.split()) for text in found)
 
 
 def test_docstrings_begin_with_a_verb_or_a_noun():
-    faulty = [text.splitlines()[0] for text in DOCSTRINGS if WH.match(text)]
-    assert 100 * len(faulty) / len(DOCSTRINGS) <= CEILINGS["wh"], "\n".join(faulty)
+    every = texts()["docstrings"]
+    faulty = [text.splitlines()[0] for text in every if WH.match(text)]
+    assert 100 * len(faulty) / len(every) <= CEILINGS["wh"], "\n".join(faulty)
 
 
-@pytest.mark.parametrize(("kind", "texts"), [("docstrings", DOCSTRINGS), ("messages", MESSAGES), ("pages", PROSE)])
-def test_nouns_of_the_field_stand_where_what_could(kind, texts):
-    assert per_thousand(texts) <= CEILINGS[kind], "\n".join(
-        line for text in texts for line in text.splitlines() if WHAT.search(line)
+@pytest.mark.parametrize("kind", ["docstrings", "messages", "pages"])
+def test_nouns_of_the_field_stand_where_what_could(kind):
+    of_kind = texts()[kind]
+    assert per_thousand(of_kind) <= CEILINGS[kind], "\n".join(
+        line for text in of_kind for line in text.splitlines() if WHAT.search(line)
     )
 
 
 @pytest.mark.parametrize("phrase", PHRASES)
 def test_no_phrase_of_a_translation_comes_back(phrase):
-    found = [line for text in DOCSTRINGS + MESSAGES + PROSE for line in text.splitlines() if re.search(phrase, line)]
+    every = [text for of_kind in texts().values() for text in of_kind]
+    found = [line for text in every for line in text.splitlines() if re.search(phrase, line)]
     assert not found, "\n".join([f"write {PHRASES[phrase]}:", *found])

@@ -19,7 +19,7 @@ from tfdist.cluster import free_ports
 from tfdist.commands import doctor
 from tfdist.doctor import cluster, devices, machine, software
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, shorten
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 
 def tf_config(addresses, index=0):

@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import pathlib
 import signal
 
 import keras
 import numpy as np
+import psutil
 import pytest
 import tensorflow as tf
 
@@ -18,6 +18,7 @@ from tests.helpers.launched_job import until
 from tests.monitoring.test_tensorboard import curves
 from tfdist.commands import train
 from tfdist.tasks.digits import Digits
+from tools import chaos
 
 STEPS = 22  # of an epoch of the digits
 EVALUATOR = '{"cluster": {"worker": ["localhost:1"]}, "task": {"type": "evaluator", "index": 0}}'
@@ -29,18 +30,9 @@ def rows(workdir):
     return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
 
 
-def process_of(task, workdir):
-    """The id of the process that is a task of the run in this folder, or None."""
-    kind, index = task.split(":")
-    for path in pathlib.Path("/proc").glob("[0-9]*"):
-        try:
-            command, environ = (path / "cmdline").read_bytes(), (path / "environ").read_bytes()
-        except OSError:
-            continue
-        mine = f'"task": {{"type": "{kind}", "index": {index}}}'.encode()
-        if f"--workdir={workdir}".encode() in command and mine in environ:
-            return int(path.name)
-    return None
+def process_of(task, launcher):
+    """The id of the process that is a task of a launcher, or None."""
+    return next((pid for name, pid, _ in chaos.tasks(launcher.pid) if name == task), None)
 
 
 def check_numbers(workdir):
@@ -63,14 +55,16 @@ def check(workdir, epochs):
 
 
 def test_beside_one_training_task(tmp_path):
-    arguments = ["--config=digits", "--config.epochs=3", "--config.cluster.evaluator=1", *KEEP]
+    arguments = ["--config=digits", "--config.epochs=2", "--config.cluster.evaluator=1", *KEEP]
     process = start(*arguments, f"--workdir={tmp_path}")
+    until(lambda: process_of("evaluator:0", process), 110)
+    evaluator = process_of("evaluator:0", process)
     output = finish(process)
     assert process.returncode == 0, output
-    check(tmp_path, 3)
-    assert "step 66 (epoch 3): accuracy" in (tmp_path / "logs" / "evaluator-0.log").read_text()
-    assert "[evaluator:0] tfdist: step 66 (epoch 3)" in output
-    assert not process_of("evaluator:0", tmp_path)
+    check(tmp_path, 2)
+    assert "step 44 (epoch 2): accuracy" in (tmp_path / "logs" / "evaluator-0.log").read_text()
+    assert "[evaluator:0] tfdist: step 44 (epoch 2)" in output
+    assert not psutil.pid_exists(evaluator)
 
 
 @pytest.mark.full
@@ -120,11 +114,11 @@ def test_kills_of_the_evaluator_and_of_a_worker(tmp_path):
     process = start(*arguments, "--config.max_restarts=1", gate.flag(killed, 10), f"--workdir={tmp_path}")
     try:
         until(lambda: len(rows(tmp_path)) >= 2, 110)
-        evaluator = process_of("evaluator:0", tmp_path)
+        evaluator = process_of("evaluator:0", process)
         os.kill(evaluator, signal.SIGKILL)
-        until(lambda: process_of("evaluator:0", tmp_path) not in (None, evaluator))
-        evaluator = process_of("evaluator:0", tmp_path)
-        os.kill(process_of("worker:1", tmp_path), signal.SIGKILL)
+        until(lambda: process_of("evaluator:0", process) not in (None, evaluator))
+        evaluator = process_of("evaluator:0", process)
+        os.kill(process_of("worker:1", process), signal.SIGKILL)
         killed.touch()
     finally:
         output = finish(process)

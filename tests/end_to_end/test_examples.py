@@ -47,6 +47,7 @@ def test_existing_script_with_the_name_of_the_strategy_changed(tmp_path, strateg
 FEW = {
     "image_cnn": ["--images_per_class=10", "--epochs=3"],
     "text_transformer": ["--steps=4", "--epochs=2"],
+    "text_transformer_model_parallel": ["--sentences=512", "--epochs=2"],
     "ratings_parameter_server": ["--steps=175", "--epochs=2"],
     "transfer_learning": ["--epochs=2"],
     "custom_train_step": ["--epochs=3"],
@@ -106,5 +107,16 @@ def test_what_headers_expect_comes(command, tmp_path):
     metric, side, bar = expected(command)
     found = float(re.findall(rf"{metric} ([\d.]+)", output)[-1])
     assert found > bar if side == "above" else found < bar
-    if "text" in command:
+    if "text_transformer.py" in command:
         assert found < float(re.search(r"perplexity of the 3-gram model ([\d.]+)", output)[1])
+
+
+@pytest.mark.full
+@pytest.mark.timeout(600)
+def test_ray_tune_finds_the_best_learning_rate(tmp_path):
+    pytest.importorskip("ray.tune", exc_type=ImportError)
+    command = [sys.executable, str(ROOT / "examples/ray_tune.py")]
+    done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    (loss,) = re.findall(r"best learning rate 0\.3: loss ([\d.]+)", done.stdout)
+    assert float(loss) < 0.1

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import pathlib
 import re
+import signal
 import subprocess
 import sys
 
@@ -14,15 +15,23 @@ from tests.helpers import tiers
 from tests.helpers import two_hosts as two_hosts_lib
 
 ROOT = pathlib.Path(__file__).parents[2]
+HOSTS = f"--hosts={','.join(two_hosts_lib.NAMES)}"
 pytestmark = pytest.mark.timeout(300)
 
 SCRIPT = """
 import hashlib, os, pathlib, signal, sys
 import keras, numpy as np, tfdist
 
-strategy, *dies = sys.argv[1:]
-backs_up = "backup" in dies
-trainer = tfdist.Trainer(strategy, backup_dir="backup" if backs_up else None)
+strategy, *words = sys.argv[1:]
+if "seeded" in words:
+    keras.utils.set_random_seed(3)
+backs_up = "backup" in words
+trainer = tfdist.Trainer(
+    strategy,
+    devices=2 if strategy == "mirrored" else None,
+    backup_dir="backup" if backs_up else None,
+    start_timeout=20 if "impatient" in words else 200,
+)
 x = np.random.default_rng(0).uniform(-1, 1, (64, 2))
 with trainer.scope():
     model = keras.Sequential([keras.layers.Dense(4, "relu"), keras.layers.Dense(1)])
@@ -30,8 +39,10 @@ with trainer.scope():
 
 class Die(keras.callbacks.Callback):
     def on_epoch_end(self, epoch, logs=None):
-        if str(trainer.task) in dies and epoch == backs_up and not os.path.exists("died"):
+        if str(trainer.task) in words and epoch == backs_up and not os.path.exists("died"):
             pathlib.Path("died").touch()
+            if "launcher" in words:
+                os.kill(os.getppid(), signal.SIGKILL)
             os.kill(os.getpid(), signal.SIGKILL)
 
 model.fit(x, x.sum(axis=1), batch_size=16, epochs=2, verbose=0, callbacks=[Die()])
@@ -48,33 +59,51 @@ def two_hosts(tmp_path_factory):
         yield commands
 
 
-@pytest.fixture
-def on_both(two_hosts, tmp_path):
-    """Runs a command line of `tfdist launch` on both hosts, each in its own folder; returns what each has shown."""
-    processes, outputs = [], []
+@pytest.fixture(scope="module")
+def undisturbed():
+    """Returns how a seeded training of two replicas in one process ends."""
+    command = [sys.executable, "-c", SCRIPT, "mirrored", "seeded"]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=200).stdout.strip()
 
-    def run(*arguments):
-        for number, before in enumerate(two_hosts):
-            (folder := tmp_path / str(number)).mkdir()
-            (folder / "script.py").write_text(SCRIPT)
-            (folder / "tmp").mkdir()
-            environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
-            environ.pop("TF_CONFIG", None)
-            outputs.append(folder / "out")
-            with outputs[-1].open("wb") as out:
-                command = [*before, sys.executable, "-m", "tfdist.launch", *arguments]
-                processes.append(
-                    subprocess.Popen(command, cwd=folder, env=environ, stdout=out, stderr=subprocess.STDOUT)
-                )
-        for process, output in zip(processes, outputs, strict=True):
-            assert process.wait(200) == 0, output.read_text()
-        return [output.read_text() for output in outputs]
+
+@pytest.fixture
+def start(two_hosts, tmp_path):
+    """Starts `tfdist launch` on a host, in a folder of its own; returns the process, and the file of what it shows."""
+    processes = []
+
+    def run(number, *arguments):
+        folder = tmp_path / str(number)
+        (folder / "tmp").mkdir(parents=True, exist_ok=True)
+        (folder / "script.py").write_text(SCRIPT)
+        environ = {**os.environ, "PYTHONPATH": str(ROOT), "TMPDIR": str(folder / "tmp")}
+        environ.pop("TF_CONFIG", None)
+        output = folder / "out"
+        command = [*two_hosts[number], sys.executable, "-m", "tfdist.launch", *arguments]
+        with output.open("wb") as out:
+            process = subprocess.Popen(command, cwd=folder, env=environ, stdout=out, stderr=subprocess.STDOUT)
+        processes.append(process)
+        return process, output
 
     yield run
     for process in processes:
-        if process.poll() is None:
-            process.terminate()
+        process.terminate()
         process.wait()
+
+
+@pytest.fixture
+def on_both(start):
+    """Runs `tfdist launch` on both hosts; returns what each has shown.
+
+    The flags `of_one[number]` are those of one host alone, and `codes` are the exit codes.
+    """
+
+    def run(*arguments, of_one=((), ()), codes=(0, 0)):
+        started = [start(number, *of_one[number], *arguments) for number in range(2)]
+        for (process, output), code in zip(started, codes, strict=True):
+            assert process.wait(200) == code, output.read_text()
+        return [output.read_text() for _, output in started]
+
+    return run
 
 
 def ends(output):
@@ -85,8 +114,7 @@ def ends(output):
 
 @pytest.mark.parametrize(("more", "of_each"), tiers.cases([((), 1), (("--workers_per_host=2",), 2)], quick=1))
 def test_the_same_command_on_both_hosts_trains_one_model(on_both, more, of_each):
-    hosts = ",".join(two_hosts_lib.NAMES)
-    shown = on_both(f"--hosts={hosts}", *more, "--", sys.executable, "script.py", "multi_worker_mirrored")
+    shown = on_both(HOSTS, *more, "--", sys.executable, "script.py", "multi_worker_mirrored")
     (first, one), (second, other) = map(ends, shown)
     workers = [f"worker:{number}" for number in range(2 * of_each)]
     assert (first, second) == (workers[:of_each], workers[of_each:]), shown
@@ -103,22 +131,52 @@ def test_a_hostfile_of_addresses_and_servers_are_a_cluster(on_both, tmp_path):
 
 @pytest.mark.full  # tests/launch has the restarts of one launcher
 def test_each_launcher_restarts_its_own_tasks_until_all_have_met(on_both):
-    hosts = ",".join(two_hosts_lib.NAMES)
-    options = [f"--hosts={hosts}", "--max_restarts=3"]
-    shown = on_both(*options, sys.executable, "script.py", "multi_worker_mirrored", "worker:1")
+    shown = on_both(HOSTS, "--max_restarts=3", sys.executable, "script.py", "multi_worker_mirrored", "worker:1")
     assert "worker:1 lost at step 4 (killed by SIGKILL); restart 1/3 from step 0" in shown[1]
     assert "worker:1 at node1:2222 (connection refused) has ended while worker:0 trained with it" in shown[0]
     assert ends(shown[0])[1] == ends(shown[1])[1] != set()
 
 
+def test_each_launcher_restarts_its_own_tasks_from_the_chiefs_backup_with_equal_bits(on_both, undisturbed):
+    """The folder of the backups is relative, so that each host has its own."""
+    command = [sys.executable, "script.py", "multi_worker_mirrored", "seeded", "backup", "worker:1"]
+    shown = on_both(HOSTS, "--max_restarts=3", *command)
+    assert "worker:1 lost at step 8 (killed by SIGKILL); restart 1/3 from the chief's last backup" in shown[1], shown
+    assert "worker:1 at node1:2222 (connection refused) has ended while worker:0 trained with it" in shown[0], shown
+    assert "resuming from step 4 (the end of epoch 1)" in shown[0], shown
+    assert ends(shown[0])[1] == ends(shown[1])[1] == {undisturbed}
+
+
 @pytest.mark.full  # test_start_order.py resumes without a launcher
-def test_each_launcher_restarts_its_own_tasks_from_the_chiefs_backup(on_both):
-    """The folder of the backups is relative, so that each host has its own; the seed is that of the chief's backup on both."""
-    hosts = ",".join(two_hosts_lib.NAMES)
-    options = [f"--hosts={hosts}", "--max_restarts=3"]
-    shown = on_both(*options, sys.executable, "script.py", "multi_worker_mirrored", "worker:1", "backup")
-    assert "restart 1/3 from the chief's last backup" in shown[1], shown
-    assert "resuming from step 4 (the end of epoch 1)" in shown[0] and "the random seed was not" not in "".join(
-        shown
-    ), shown
+def test_the_seed_of_a_restart_is_that_of_the_chiefs_backup(on_both):
+    shown = on_both(
+        HOSTS, "--max_restarts=3", sys.executable, "script.py", "multi_worker_mirrored", "worker:1", "backup"
+    )
+    assert "resuming from step 4 (the end of epoch 1)" in shown[0], shown
+    assert "the random seed was not" not in "".join(shown), shown
     assert ends(shown[0])[1] == ends(shown[1])[1] != set()
+
+
+@pytest.mark.full
+def test_a_host_whose_launcher_was_killed_joins_again_when_it_is_started(start, undisturbed):
+    words = ["multi_worker_mirrored", "seeded", "backup", "worker:1", "launcher"]
+    command = [HOSTS, "--max_restarts=3", sys.executable, "script.py", *words]
+    first, shown = start(0, *command)
+    second, _ = start(1, *command)
+    assert second.wait(200) == -signal.SIGKILL
+    second, other = start(1, *command)
+    assert (first.wait(200), second.wait(200)) == (0, 0), shown.read_text() + other.read_text()
+    assert "restart 1/3 from step 4" in shown.read_text()
+    assert ends(shown.read_text())[1] == ends(other.read_text())[1] == {undisturbed}
+
+
+@pytest.mark.full  # tests/cluster has the limit of the start
+def test_a_host_without_restarts_ends_and_the_other_ends_at_the_limit_of_the_start(on_both):
+    command = [sys.executable, "script.py", "multi_worker_mirrored", "impatient", "worker:1"]
+    of_one = (["--max_restarts=1"], ["--max_restarts=0"])
+    shown = on_both(HOSTS, *command, of_one=of_one, codes=(1, 128 + signal.SIGKILL))
+    assert "worker:1 was killed by SIGKILL; ending all tasks" in shown[1], shown
+    assert "restart 1/1 from step 0" in shown[0], shown
+    waited = "Waited 20 s for worker:1 at node1:2222 (connection refused). Is it started"
+    assert f"worker:0 failed with exit code 1: tfdist.errors.ClusterError: {waited}" in shown[0], shown
+    assert "all 1 restarts are spent; ending all tasks" in shown[0], shown

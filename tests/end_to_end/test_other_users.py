@@ -30,6 +30,8 @@ echo "code $?"; cat /tmp/victim /tmp/victims/file; ls -A /tmp/victims
 LAUNCH = f"{PYTHON} -m tfdist launch --workers=2 --log_dir=/tmp/logs -- echo trained"
 TRAIN = f"{PYTHON} -m tfdist train --config=digits --workdir=/tmp/work --config.epochs=1 --config.steps_per_epoch=2"
 TWO = "--config.cluster.workers=2 --config.strategy.name=multi_worker_mirrored"
+# A launch whose log folder another user has prepared.
+LOGS = "mkdir -m 0777 /tmp/logs; as_nobody bash -c 'cd /tmp/logs; {}'"
 LOCKS = f"""
 cat > /tmp/locks.py <<'END'
 import fcntl, os, pathlib, time
@@ -90,6 +92,15 @@ ROWS = {
         f'{LAUNCH} && [ -d "/tmp/tfdist-$(hostname)-b" ]',
         ["code 0", "[worker:1] trained"],
     ),
+    "logs: a link": (LOGS.format("ln -s /tmp/victim worker-1.log"), LAUNCH, ["code 0", "[worker:1] trained"]),
+    "logs: a FIFO": (LOGS.format("mkfifo worker-1.log"), LAUNCH, ["code 0", "[worker:1] trained"]),
+    "logs: a folder": (LOGS.format("mkdir worker-1.log"), LAUNCH, ["code 0", "[worker:1] trained"]),
+    "logs: requests without end": (
+        LOGS.format("ln -s /dev/zero stacks.request"),
+        LAUNCH,
+        ["code 0", "[worker:1] trained"],
+    ),
+    "logs: a request that waits": (LOGS.format("mkfifo stacks.request"), LAUNCH, ["code 0", "[worker:1] trained"]),
     "meeting": (MEETING, MEET, ["code 0", "done"]),
     "workdir: FIFOs": (
         planted(*(f"mkfifo {name}" for name in ("config.json", "config.json.partial", "goodput.bin", "run"))),
@@ -100,6 +111,11 @@ ROWS = {
         planted(*(f"ln -s /tmp/victim {name}.partial" for name in ("config.json", "goodput.bin", "summary.json"))),
         f"{TRAIN}",
         refused("is a symbolic link of user 65534, through which the run would write elsewhere: remove it"),
+    ),
+    "workdir: another name of a file": (
+        "ln /tmp/victim /tmp/work/run",  # the kernel may let nobody do so
+        TRAIN,
+        refused("expected a regular file, and found one with another name; remove it"),
     ),
     "workdir: a folder as a link": (
         planted("ln -s /tmp/victims logs"),

@@ -20,7 +20,8 @@ LINEAR += ("--config.epochs=1", "--config.global_batch_size=8", "--config.learni
 
 def run(workdir, *options, code=0):
     """Returns what a command has printed, once it has ended with this code."""
-    process = start(*options, f"--workdir={workdir}")
+    is_one_process = not any(option.startswith("--config.cluster.workers=") for option in options)
+    process = start(*options, f"--workdir={workdir}", forked=is_one_process)
     output = finish(process)
     assert process.returncode == code, output
     assert "Traceback" not in output

@@ -84,12 +84,21 @@ def check_summary(workdir, strategy, cluster, accuracy=0.95):
     assert summary["metrics"]["val_accuracy"] >= accuracy
 
 
+def test_srun_tells_each_task_its_place(scheduler):
+    words = ["srun", "-n", "2", "--overcommit", "tfdist", "cluster", "show", "--format=json"]
+    code, output = run(words, scheduler)
+    assert code == 0, output
+    places = [json.loads(line)["task"] for line in output.splitlines() if line.startswith("{")]
+    assert sorted(place["index"] for place in places) == [0, 1], output
+
+
+@pytest.mark.full  # mpirun trains in the first tier
 @pytest.mark.parametrize(
     ("tasks", "options", "strategy", "cluster"),
     [
         (2, MULTI_WORKER, "multi_worker_mirrored", {"worker": 2}),
-        pytest.param(3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}, marks=pytest.mark.full),
-        pytest.param(4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}, marks=pytest.mark.full),
+        (3, MULTI_WORKER, "multi_worker_mirrored", {"worker": 3}),
+        (4, SERVERS, "parameter_server", {"chief": 1, "worker": 2, "ps": 1}),
     ],
 )
 def test_srun_trains(scheduler, tmp_path, tasks, options, strategy, cluster):
@@ -216,7 +225,7 @@ def test_a_task_that_is_told_to_go_has_all_save_before_mpirun_ends_them(tmp_path
     finally:
         job.terminate()
         job.wait(30)
-    assert "told to end (SIGTERM): saved at step" in log.read_text()
+    assert "received SIGTERM: saved at step" in log.read_text()
     code, output = run([*mpirun(2), *train(workdir, "--config.epochs=7", *MULTI_WORKER)], {})
     assert code == 0 and "resuming from step" in output, output
     assert json.loads((workdir / "summary.json").read_text())["steps"] == 7 * 21

@@ -16,21 +16,25 @@ import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tensorboard.plugins.hparams import plugin_data_pb2
 
-from tests.helpers import gate, launched_job, tiers
+from tests.helpers import fork_server, gate, launched_job, tiers
 from tests.helpers.terminal import Terminal
 from tfdist import config
+from tfdist.commands import train
 from tfdist.config import registry
+from tools import chaos
 from tools.site import demo
 
 ROOT = pathlib.Path(__file__).parents[2]
 
 
-def start(*arguments, **environ):
+def start(*arguments, forked=False, **environ):
+    """Starts the command; with `forked`, where one process trains, from the fork server, without the imports."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), **environ}
     if "TF_CONFIG" not in environ or not environ["TF_CONFIG"]:
         environ.pop("TF_CONFIG", None)
+    command = [str(pathlib.Path(sys.executable).with_name("tfdist")), "train", *arguments]
     return subprocess.Popen(
-        [str(pathlib.Path(sys.executable).with_name("tfdist")), "train", *arguments],
+        fork_server.command("tfdist.train", *arguments) if forked else command,
         cwd=ROOT,
         env=environ,
         text=True,
@@ -98,6 +102,7 @@ def test_main_job_reaches_its_accuracy_and_says_so(main_job):
         + ", ".join(f"{part.replace('_', ' ')} {seconds} s" for part, seconds in goodput["seconds"].items() if seconds),
         f"workdir: {workdir}",
         f"tensorboard --logdir {workdir}/tensorboard",
+        "then open http://localhost:6006/#custom_scalars",
     ]
     assert sum(goodput["seconds"].values()) == pytest.approx(goodput["wall_seconds"], abs=0.05)
     # One speed: the batch divided by the time of a step.
@@ -224,15 +229,10 @@ def test_main_jobs_model_is_plain_keras(main_job):
 
 # The options of the step have a run of digits_mirrored, too.
 @pytest.mark.parametrize(
-    "name",
-    tiers.cases(
-        ["default", "digits_mirrored", "digits_central_storage"],
-        quick=["digits_central_storage"],
-        slow=["digits_mirrored"],
-    ),
+    "name", tiers.cases(["default", "digits_mirrored", "digits_central_storage"], slow=["digits_mirrored"])
 )
 def test_each_strategys_configuration_trains(tmp_path, name):
-    process = start(f"--config={name}", f"--workdir={tmp_path}", "--config.epochs=3")
+    process = start(f"--config={name}", f"--workdir={tmp_path}", "--config.epochs=3", forked=True)
     output = finish(process)
     assert process.returncode == 0, output
     accuracy = json.loads((tmp_path / "summary.json").read_text())["metrics"]["val_accuracy"]
@@ -259,6 +259,22 @@ def test_synthetic_trains_in_bfloat16_and_with_other_options(tmp_path):
     assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 14
 
 
+@pytest.mark.full
+def test_workers_take_shares_by_their_speed(tmp_path):
+    process = start(
+        "--config=digits_multi_worker",
+        f"--workdir={tmp_path}",
+        "--config.strategy.batch_shares=by_speed",
+        "--config.epochs=3",
+    )
+    output = finish(process)
+    assert process.returncode == 0, output
+    shares = json.loads((tmp_path / "summary.json").read_text())["batch_shares"]
+    assert len(shares) == 2 and sum(shares) == pytest.approx(1, abs=1e-3)
+    listed = ", ".join(f"worker:{rank} {100 * share:.3g} %" for rank, share in enumerate(shares))
+    assert f"batch shares by speed: {listed}" in output
+
+
 @pytest.mark.full  # tests/compression/test_options.py makes it of a configuration
 def test_a_users_own_compressor_trains_from_a_configuration(tmp_path):
     """One step of SGD on two workers moves a compressed weight by the sum of two signs, times the option `scale`."""
@@ -276,7 +292,14 @@ def test_a_users_own_compressor_trains_from_a_configuration(tmp_path):
     output = finish(process)
     assert process.returncode == 0, output
     summary = json.loads((tmp_path / "summary.json").read_text())
-    expected = {"use_error_feedback": True, "warmup_steps": 0, "scale": 0.25, "width": 16, "symmetric": True}
+    expected = {
+        "use_error_feedback": True,
+        "warmup_steps": 0,
+        "guard": False,
+        "scale": 0.25,
+        "width": 16,
+        "symmetric": True,
+    }
     assert summary["compression"] == {"name": "tests.compression.toy_compressor:Sign", **expected}
     like = config.TrainConfig()
     keras.utils.set_random_seed(like.seed)
@@ -294,7 +317,7 @@ def test_a_users_own_compressor_trains_from_a_configuration(tmp_path):
 
 
 def test_tpu_without_one_is_one_sentence(tmp_path):
-    process = start("--config=digits_tpu", f"--workdir={tmp_path}", "--config.strategy.devices=local")
+    process = start("--config=digits_tpu", f"--workdir={tmp_path}", "--config.strategy.devices=local", forked=True)
     output = finish(process)
     assert process.returncode == 2
     assert "No TPU was found for strategy.devices='local'" in output
@@ -376,28 +399,39 @@ def test_interrupt_ends_all(tmp_path):
     assert not left_over(str(tmp_path))
 
 
+def kill(launcher, task):
+    """Kills a task of a job."""
+    os.kill(next(pid for name, pid, _ in chaos.tasks(launcher.pid) if name == task), signal.SIGKILL)
+
+
 @pytest.fixture(scope="module")
 def parameter_servers(tmp_path_factory):
     workdir = tmp_path_factory.mktemp("ps")
     options = ["--config.strategy.name=parameter_server", "--config.cluster.workers=2", "--config.cluster.ps=2"]
-    process = start("--config=configs/digits.py", f"--workdir={workdir}", "--config.epochs=5", *options)
+    killed = gate.flag(workdir / "killed", 4)
+    process = start("--config=configs/digits.py", f"--workdir={workdir}", "--config.epochs=5", *options, killed)
+    log = workdir / "logs" / "chief-0.log"
+    launched_job.until(lambda: (log.exists() and "Epoch 3/" in log.read_text()) or process.poll() is not None, 150)
+    kill(process, "worker:1")
+    (workdir / "killed").touch()
     output = finish(process)
     assert process.returncode == 0, output
     return output, workdir
 
 
-def test_one_command_trains_with_parameter_servers(parameter_servers):
+def test_one_command_trains_with_parameter_servers_of_which_a_worker_is_killed(parameter_servers):
     output, workdir = parameter_servers
     summary = json.loads((workdir / "summary.json").read_text())
     # About 0.99; but at a constant learning rate, and updates that come as they like, the last epoch may end lower.
     assert summary["metrics"]["val_accuracy"] >= 0.9
     assert (summary["strategy"], summary["num_replicas"]) == ("parameter_server", 2)
     assert summary["cluster"] == {"chief": 1, "worker": 2, "ps": 2}
-    assert (summary["epochs"], summary["steps"], summary["retried_steps"]) == (5, 110, 0)
+    assert (summary["epochs"], summary["steps"]) == (5, 110)
+    assert "tfdist: worker:1 was killed by SIGKILL; the other workers continue" in output
     assert set(summary["bytes_per_server"]) == {"ps:0", "ps:1"} and min(summary["bytes_per_server"].values()) > 0
     assert "[chief:0] parameter_server: 2 workers, each with batches of 64" in output
     assert keras.models.load_model(workdir / "model.keras").optimizer.iterations.numpy() == 110
-    logs = {path.name for path in (workdir / "logs").iterdir()}
+    logs = {path.name for path in (workdir / "logs").glob("*.log")}
     assert logs == {"chief-0.log", "worker-0.log", "worker-1.log", "ps-0.log", "ps-1.log"}
     assert {run.name: len(list(run.iterdir())) for run in (workdir / "tensorboard").iterdir()} == {
         "train": 1,
@@ -407,37 +441,23 @@ def test_one_command_trains_with_parameter_servers(parameter_servers):
     assert not left_over(str(workdir))
 
 
-@pytest.mark.parametrize(
-    ("task", "workers", "ps"), tiers.cases([("worker:1", 2, 1), ("ps:1", 1, 2)], slow=[("ps:1", 1, 2)])
-)
-def test_a_killed_worker_is_spared_and_a_killed_server_named(tmp_path, task, workers, ps):
+@pytest.mark.slow
+def test_a_killed_server_is_named(tmp_path):
     options = [
-        f"--config.cluster.workers={workers}",
-        f"--config.cluster.ps={ps}",
+        "--config.cluster.workers=1",
+        "--config.cluster.ps=2",
         "--config.epochs=5",
         "--config.steps_per_epoch=60",
-        gate.flag(tmp_path / "killed", 4),
     ]
-    process = start("--config=digits_parameter_server", f"--workdir={tmp_path}", *options)
-    kind, index = task.split(":")
+    process = start(
+        "--config=digits_parameter_server", f"--workdir={tmp_path}", *options, gate.flag(tmp_path / "killed", 4)
+    )
     log = tmp_path / "logs" / "chief-0.log"
-    deadline = time.monotonic() + 150
-    while not (log.exists() and "Epoch 2/" in log.read_text()):
-        assert time.monotonic() < deadline and process.poll() is None
-        time.sleep(0.05)
-    for pid in left_over(str(tmp_path)):
-        environ = pathlib.Path("/proc", pid, "environ").read_bytes().decode()
-        if f'"task": {{"type": "{kind}", "index": {index}}}' in environ:
-            os.kill(int(pid), signal.SIGKILL)
+    launched_job.until(lambda: (log.exists() and "Epoch 2/" in log.read_text()) or process.poll() is not None, 150)
+    kill(process, "ps:1")
     (tmp_path / "killed").touch()
     output = finish(process)
-    if kind == "ps":
-        assert process.returncode == 137 and "tfdist: ps:1 was killed by SIGKILL" in output, output
-    else:
-        assert process.returncode == 0, output
-        assert "tfdist: worker:1 was killed by SIGKILL; the other workers continue" in output
-        assert json.loads((tmp_path / "summary.json").read_text())["steps"] == 300
-        assert keras.models.load_model(tmp_path / "model.keras").optimizer.iterations.numpy() == 300
+    assert process.returncode == 137 and "tfdist: ps:1 was killed by SIGKILL" in output, output
     assert not left_over(str(tmp_path))
 
 
@@ -475,10 +495,8 @@ def killed_job(tmp_path_factory):
     deadline = time.monotonic() + 150
     while not (workdir / "backup" / "checkpoint").exists() and time.monotonic() < deadline:
         time.sleep(0.05)
-    workers = [
-        pid for pid in left_over(str(workdir)) if b"TF_CONFIG" in pathlib.Path("/proc", pid, "environ").read_bytes()
-    ]
-    os.kill(int(workers[-1]), signal.SIGKILL)
+    workers = [pid for name, pid, _ in chaos.tasks(process.pid) if name.startswith("worker:")]
+    os.kill(workers[-1], signal.SIGKILL)
     (workdir / "killed").touch()
     output = finish(process)
     assert process.returncode == 0, output
@@ -505,9 +523,7 @@ def test_another_configuration_does_not_go_on_from_a_backup(tmp_path):
     process.send_signal(signal.SIGTERM)
     output = finish(process)
     assert process.returncode == 75, output
-    said = (
-        r"tfdist: told to end \(SIGTERM\): saved at step (\d+)\. Run the same command again to continue from step \1\n"
-    )
+    said = r"tfdist: received SIGTERM: saved at step (\d+)\. Run the same command again to continue from step \1\n"
     assert re.search(said, output)
     process = start(*options, "--config.learning_rate=0.5", "--config.epochs=1")
     output = finish(process)
@@ -544,7 +560,10 @@ class Ends(keras.callbacks.Callback):
 @pytest.mark.parametrize(
     ("workers", "how", "said"),
     [
-        (2, "c", "worker:1 failed with exit code 0 before the training has finished"),
+        # Under `tfdist launch`: test_supervised_end.py.
+        pytest.param(
+            2, "c", "worker:1 failed with exit code 0 before the training has finished", marks=pytest.mark.full
+        ),
         pytest.param(2, "os", "ends_early.py:9 called os._exit(0)", marks=pytest.mark.full),
         pytest.param(2, "sys", "ends_early.py:9 called sys.exit(0)", marks=pytest.mark.full),
         (1, "sys", "ends_early.py:9 called sys.exit(0) before the training has finished. To end a training early"),
@@ -562,16 +581,14 @@ def test_a_training_that_has_not_finished_is_no_success(tmp_path, workers, how, 
     assert not {"summary.json", "model.keras"} & {path.name for path in (tmp_path / "run").iterdir()}
 
 
-def test_a_finished_run_is_trained_again_only_when_asked_to(tmp_path):
+def test_a_finished_run_is_trained_again_when_asked_to(tmp_path):
     def run(*more):
-        process = start(*options, *more)
+        process = start(*options, *more, forked=True)
         return finish(process), process.returncode, (tmp_path / "model.keras").stat().st_mtime_ns
 
     options = ["--config=digits", f"--workdir={tmp_path}", "--config.epochs=1", "--config.steps_per_epoch=2"]
     output, code, written = run()
     assert code == 0 and "finished run" not in output
-    output, code, still = run()
-    assert (code, still) == (2, written) and "holds a finished run. Choose another --workdir; or " in output
     output, code, after = run("--overwrite")
     assert code == 0 and after > written
     assert (
@@ -592,27 +609,26 @@ def state_of(folder):
     }
 
 
-def test_the_folder_of_a_run_that_lives_is_no_other_runs(tmp_path):
+def test_the_folder_of_a_run_that_lives_is_no_other_runs(tmp_path, capsys):
     workdir, opened = tmp_path / "run", tmp_path / "opened"
     options = [f"--workdir={workdir}", "--config.backup.save_freq=never", "--config.steps_per_epoch=2"]
-    two = ["--config=digits_multi_worker", "--config.cluster.workers=2", *options]
-    first = start(*two, "--config.epochs=2", gate.flag(opened, 2))
+    one, two = (["--config=digits", *options], ["--config=digits_multi_worker", *options])
+    first = start(*one, "--config.epochs=2", gate.flag(opened, 1))
     try:
         launched_job.until(lambda: (workdir / "goodput.bin").exists(), 150)
         for pid in left_over(str(workdir)):
             os.kill(int(pid), signal.SIGSTOP)  # so that it changes nothing itself
         before = state_of(workdir)
-        for more in (two, ["--config=digits", *options], ["--config=digits", *options, "--overwrite"]):
-            second = start(*more)
-            output = finish(second)
-            assert second.returncode == 2, output
-            assert output.count("\n") == 1 and "Give each run its own workdir, or end that process first" in output
-            assert f"workdir '{workdir}' belongs to another run, which has not ended: process {first.pid} on " in output
+        for more in (two, [*one, "--overwrite"]):
+            assert train.main(["train", *more]) == 2
+            (said,) = capsys.readouterr().err.splitlines()
+            assert f"workdir '{workdir}' belongs to another run, which has not ended: process {first.pid} on " in said
+            assert "Give each run its own workdir, or end that process first" in said
         assert state_of(workdir) == before
     finally:
         first.kill()
         first.communicate()
-    third = start(*two, "--config.epochs=1")
+    third = start(*one, "--config.epochs=1", forked=True)
     output = finish(third)
     assert third.returncode == 0, output
     assert not (workdir / "run").exists() and (workdir / "summary.json").exists()

@@ -11,7 +11,7 @@ import fsspec
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
-from tests.helpers import gate, s3
+from tests.helpers import fork_server, gate, s3, tiers
 from tests.helpers.launched_job import until
 from tfdist.cluster.local import free_ports
 
@@ -26,11 +26,11 @@ def server(tmp_path_factory):
         yield running
 
 
-def start(workdir, server, *flags, config="digits_multi_worker", **variables):
+def start(workdir, server, *flags, config="digits_multi_worker", forked=False, **variables):
     environ = {name: value for name, value in os.environ.items() if not name.startswith("AWS_")}
-    command = [sys.executable, "-m", "tfdist", "train", f"--config={config}", f"--workdir={workdir}"]
+    words = [f"--config={config}", f"--workdir={workdir}", f"--config.epochs={EPOCHS}", *flags]
     return subprocess.Popen(
-        [*command, f"--config.epochs={EPOCHS}", *flags],
+        fork_server.command("tfdist.train", *words) if forked else [sys.executable, "-m", "tfdist", "train", *words],
         cwd=ROOT,
         env={**environ, "PYTHONPATH": str(ROOT), **server.environ, **variables},
         text=True,
@@ -74,33 +74,39 @@ def curves(folder):
     return read
 
 
-def test_a_run_at_a_url_whose_processes_are_killed_has_the_files_of_a_local_one(server, tmp_path):
-    local, opened = tmp_path / "local", tmp_path / "open"
-    common = ["--config.backup.save_freq=11", "--config.cluster.workers=2"]
-    reference = start(local, server, *common, gate.flag(tmp_path, 1))
-    process = start(f"{server.url}/run", server, *common, gate.flag(opened, 3))
+@pytest.mark.parametrize("workers", tiers.cases([1, 2], quick=1))
+def test_a_run_at_a_url_whose_processes_are_killed_has_the_files_of_a_local_one(server, tmp_path, workers):
+    local, opened, url = tmp_path / "local", tmp_path / "open", f"{server.url}/run-{workers}"
+    config, forked = ("digits_multi_worker", False) if workers > 1 else ("digits", True)
+    common = {"config": config, "forked": forked}
+    reference = start(local, server, "--config.backup.save_freq=11", gate.flag(tmp_path, 1), **common)
+    flags = ["--config.backup.save_freq=11", gate.flag(opened, 3)]
+    process = start(url, server, *flags, **common)
     try:
         printed = finish(reference)
         assert reference.returncode == 0, printed
-        until(lambda: "run/backup/step-44/manifest.json" in server.files() or process.poll() is not None, 200)
-        process.send_signal(signal.SIGKILL)  # the guardian kills the tasks
+        until(
+            lambda: f"run-{workers}/backup/step-44/manifest.json" in server.files() or process.poll() is not None, 200
+        )
+        fork_server.kill(process)  # the guardian kills the tasks of a launcher
         finish(process)
         opened.touch()
-        output = finish(process := start(f"{server.url}/run", server, *common, gate.flag(opened, 3)))
+        output = finish(process := start(url, server, *flags, **common))
     finally:
         for each in (reference, process):
             each.kill()
             if each.stdout:
                 each.stdout.close()
     assert process.returncode == 0, output
-    assert f"workdir: {server.url}/run" in output and server.environ["AWS_SECRET_ACCESS_KEY"] not in output
-    folder = download(server, "run", tmp_path / "downloaded")
+    assert f"workdir: {url}" in output and server.environ["AWS_SECRET_ACCESS_KEY"] not in output
+    folder = download(server, f"run-{workers}", tmp_path / "downloaded")
     assert {path.name for path in folder.iterdir()} == {path.name for path in local.iterdir() if path.name != "backup"}
     assert curves(folder) == curves(local)
     ours, theirs = (json.loads((path / "summary.json").read_text()) for path in (folder, local))
     for name in ("metrics", "steps", "epochs", "num_replicas", "cluster"):
         assert ours[name] == theirs[name]
-    assert "Epoch 1/4" in (folder / "logs" / "before" / "worker-0.log").read_text()
+    if workers > 1:
+        assert "Epoch 1/4" in (folder / "logs" / "before" / "worker-0.log").read_text()
     assert server.environ["AWS_SECRET_ACCESS_KEY"] not in (folder / "config.json").read_text()
 
 

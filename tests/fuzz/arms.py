@@ -20,6 +20,7 @@ from tests.fuzz.cases import Case
 from tests.helpers import fork_server
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
 
 ROOT = pathlib.Path(__file__).parents[2]
 ARMS = ("replicas", "workers", "servers")
@@ -71,6 +72,6 @@ def _run_cluster(arm: str, seeds: Sequence[int]) -> tuple[dict[int, dict[str, An
         environ.pop("TF_CONFIG", None)
         cluster = local_cluster(2) if arm == "workers" else local_cluster(1, 1)
         command = ["timeout", str(SECONDS_OF_A_CLUSTER), *words]
-        Launcher(command, cluster, pathlib.Path(folder, "logs"), environ, output=shown).run()
+        Launcher(Options(command, cluster, pathlib.Path(folder, "logs"), environ), output=shown).run()
         lines = [json.loads(line) for line in results.read_text().splitlines()] if results.exists() else []
         return {each["seed"]: each for each in lines}, shown.getvalue().decode(errors="replace")[-1500:]

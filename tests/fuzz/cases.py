@@ -1,7 +1,7 @@
 """Cases of the fuzz test: each integer seed draws a model, its data, and how it is trained.
 
 Seeds below 1000 draw what they always drew; from 1000 on, `later_draws` adds to that; from 10000 on, `state_draws`, too; from 20000 on,
-`call_draws`, too.
+`call_draws`, too; from 30000 on, half of the cases split the optimizer's state.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import random
 from typing import Any
 
-FIRST_WITH_STATE, FIRST_WITH_CALLS = 10_000, 20_000  # seeds
+FIRST_WITH_STATE, FIRST_WITH_CALLS, FIRST_WITH_SHARDS = 10_000, 20_000, 30_000  # seeds
 CLASSES, TOKENS, WORDS = 3, 4, 7
 SEQUENCES = ("tokens", "masked_tokens")
 SEVERAL = ("outputs", "masked_outputs")  # outputs, "a" and "b"; a mask reaches the loss of "a"
@@ -101,6 +101,7 @@ class Case:
     loop: str = ""  # what trains in place of one `fit`: calls on batches, or `epochs` fits on one generator
     fit_steps: int = 0  # of each of these fits
     evaluated_steps: int = 0  # of the evaluation after each of them, on the same generator
+    shards: bool = False  # whether the optimizer's state is split
 
     @property
     def ids(self) -> bool:
@@ -202,7 +203,11 @@ def draw(seed: int) -> Case:
         case = later_draws.draw_later(case)
     if seed >= FIRST_WITH_STATE:
         case = state_draws.draw_state(case)
-    return call_draws.draw_calls(case) if seed >= FIRST_WITH_CALLS else case
+    if seed >= FIRST_WITH_CALLS:
+        case = call_draws.draw_calls(case)
+    if seed >= FIRST_WITH_SHARDS:
+        case = dataclasses.replace(case, shards=random.Random(f"{seed}, shards").random() < 0.5)
+    return case
 
 
 def draw_first(seed: int) -> Case:

@@ -35,7 +35,7 @@ _REPLICAS = 8
 _ENDLESS = 1e9
 _MANY = 100_000
 # How far weights may be off, as a part of how far training has moved them; and logs, as a part of themselves.
-_TOLERANCES = {"float64": (1e-9, 2e-6), "float32": (1e-3, 1e-4), "fp16": (5e-3, 1e-3), "bf16": (2e-2, 1e-2)}
+_TOLERANCES = {"float64": (1e-9, 2e-6), "float32": (1e-3, 1e-4), "fp16": (5e-3, 5e-3), "bf16": (2e-2, 1e-2)}
 _TOLERANCES |= {"int8": (5e-2, 2e-2), "topk": (1e-3, 1e-4), "powersgd": (1e-3, 1e-4)}
 
 
@@ -124,6 +124,7 @@ def trainer_for(case: Case, arm: str, made: dict[Any, Any]) -> tfdist.Trainer:
             if case.replicas > 1:
                 devices = {"devices": ",".join(f"CPU:{n}" for n in range(case.replicas))}
         made[key] = tfdist.create_strategy(name, **devices)
+    made[key].shard_optimizer = case.shards
     return tfdist.Trainer(made[key], compression=compressor(case))
 
 
@@ -186,7 +187,10 @@ def weight_differences(
         allowed = max(allowed, 1e-6)
     found = []
     for variable, start, mine, theirs in zip(model.weights, before, after, right, strict=True):
-        off, moved = np.abs(mine - theirs).max(), np.abs(theirs - start).max()
+        moved = np.abs(theirs - start).max()
+        if np.isnan(theirs).all() and np.isnan(mine).all():  # both have diverged
+            continue
+        off = np.abs(mine - theirs).max()
         if np.issubdtype(theirs.dtype, np.integer):
             limit = 0.0
         else:
@@ -232,12 +236,15 @@ def differences(case: Case, trainer: tfdist.Trainer, compares: bool) -> list[str
         found += read_differences(case, model, before, reads, right)
     if not np.allclose(kept[0], state.centre, rtol=for_logs, atol=1e-7) or kept[1] != state.calls:
         found.append(f"the loss's centre and calls are {kept}, and should be {state}")
-    exact = case.reduction not in ("none", None)  # Keras' average of vectors' logs is no mean over examples
-    skipped = set() if exact else {"loss", "a_loss", "b_loss"}
+    exact = case.reduction not in (
+        "none",
+        None,
+    )  # Keras' average of vectors' logs is no mean over examples; `two` is twice the loss
+    skipped = set() if exact else {"loss", "a_loss", "b_loss", "two"}
     names = {name for name in {*expected, *history} if name.removeprefix("val_") not in skipped}
     for name in sorted(names):
         mine, right = history.get(name), expected.get(name)
-        if mine is None or right is None or not np.allclose(mine, right, rtol=for_logs, atol=1e-7):
+        if mine is None or right is None or not np.allclose(mine, right, for_logs, 1e-7, equal_nan=True):
             found.append(f"{name} is {mine}, and should be {right}")
     return found
 

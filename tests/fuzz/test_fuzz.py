@@ -20,12 +20,13 @@ QUICK = [1002]  # a loss of one number beside losses that a layer adds
 QUICK_OF_WORKERS = [1001]  # a hinge's sum, and a dataset function with batches of several sizes
 # 1000: a random layer. 10000: a layer that gathers the batch, in an execution whose steps have batches of several sizes. 10012: a mean
 # beside validations. 10036: metrics that are no sums beside a mean, a count and compression. 20001: fits on a generator, and an
-# object's compute_metrics. 20022: calls on batches, and a sum.
-FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036, 20001, 20022]
+# object's compute_metrics. 20022: calls on batches, and a sum. 30082, 30235: split state, with averages that overwrite the weights.
+FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036, 20001, 20022, 30082, 30235]
 # 1037: a loss of vectors and synchronized BatchNorm, in a step for which one worker has no data. 10000, 10005: workers' own rows.
 # 10106: gathers beside gradients that are reduced in a condition. 20003: a softmax over the batch, in calls on batches. 20025: pairs of
-# examples, in fits on a generator.
-FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005, 10106, 20003, 20025]
+# examples, in fits on a generator. 71310: a queue of the batch, after a validation step for which one worker has no data.
+# 30108, 30235: split state, with averages that overwrite the weights.
+FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005, 10106, 20003, 20025, 30108, 30235, 71310]
 # Each begins with seeds of its own, and goes on until its time is over.
 GROUPS = [
     *(("replicas", first, 3) for first in range(0, 300, 60)),
@@ -38,6 +39,7 @@ GROUPS = [
     *(("replicas", first, 3) for first in range(20000, 20300, 100)),
     *(("workers", first, 3) for first in (20000, 20100)),
     ("servers", 20000, 3),
+    *((arm, 30000, 3) for arm in ("replicas", "workers")),
 ]
 
 
@@ -126,6 +128,15 @@ def test_seeds_from_20000_on_draw_calls_overrides_integers_and_losses_that_compa
     for case in on_batch:
         rows = [row for steps, _ in case.passes() for parts in steps for part in parts for row in part]
         assert sorted(rows) == sorted([*range(case.rows)] * case.epochs), "each row once an epoch"
+
+
+@pytest.mark.parametrize("arm", ["replicas", "workers"])
+def test_seeds_from_30000_on_draw_split_state_with_each_option(arm):
+    cases = [case for case in (arms.draw(seed, arm) for seed in range(30000, 30300)) if case.shards]
+    assert {case.optimizer for case in cases} == {case.optimizer for case in map(cases_lib.draw, range(300))}
+    for option in ("use_ema", "gradient_accumulation_steps", "clipnorm", "loss_scale_factor"):
+        assert sum(bool(case.options.get(option)) for case in cases) > 5, option
+    assert not any(arms.draw(seed, arm).shards for seed in range(20000, 20300))
 
 
 def test_seeds_below_20000_draw_none_of_that():

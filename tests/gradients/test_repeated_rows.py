@@ -50,6 +50,7 @@ def trained_dense(name, steps, batch=8):
     return model.get_weights()
 
 
+@pytest.mark.full
 def test_keras_alone_does_not():
     """Where this fails, Keras sums rows itself."""
     model = build(OPTIMIZERS["adam"])
@@ -64,7 +65,7 @@ def trainer(request, mirrored):
     return tfdist.Trainer(request.param, **({"devices": 2} if request.param == "central_storage" else {}))
 
 
-@pytest.mark.parametrize("name", tiers.cases(OPTIMIZERS, quick=OPTIMIZERS.keys() - {"amsgrad"}))  # which is an Adam
+@pytest.mark.parametrize("name", tiers.cases(OPTIMIZERS, quick=["clipped_by_all"]))
 def test_the_trainer_trains_as_dense_gradients_do(trainer, name):
     with trainer.scope():
         model = build(OPTIMIZERS[name])
@@ -115,7 +116,7 @@ def test_adam_is_its_formula(trainer):
 
 @pytest.mark.parametrize(
     ("compression", "name"),
-    tiers.cases(itertools.product([None, "bf16"], ["adam", "rmsprop"]), quick=[(None, "rmsprop"), ("bf16", "adam")]),
+    tiers.cases(itertools.product([None, "bf16"], ["adam", "rmsprop"]), quick=[("bf16", "adam")]),
 )
 def test_a_distributed_optimizer_trains_as_dense_gradients_do(mirrored, name, compression):
     with mirrored.scope():

@@ -5,7 +5,7 @@ import sys
 import tensorflow as tf
 
 import tfdist
-from tfdist.runtime import process_end
+from tfdist.runtime.end import process_end
 
 strategy = tfdist.create_strategy("multi_worker_mirrored")
 

@@ -24,6 +24,14 @@ def sleep_for_ever():
 """
 
 
+def imported(module: str) -> str:
+    """Returns the line of a script that imports a module of tfdist. For the statement `import`, a launcher has TensorFlow imported."""
+    return f"{module.rpartition('.')[2]} = __import__('importlib').import_module({module!r})\n"
+
+
+PROGRESS = imported("tfdist.runtime.report.progress")
+
+
 def until(condition: Callable[[], object], seconds: float = 60) -> None:
     deadline = time.monotonic() + seconds
     while not condition():

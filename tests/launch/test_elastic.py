@@ -2,15 +2,19 @@
 
 import pytest
 
+from tests.helpers.launched_job import PROGRESS
+from tfdist.cluster import local_cluster
+from tfdist.launch.sizes import Sizes
+
 # Worker 3 is killed at its start while the file `away` exists, as on a machine without memory for it. Each training goes on from
 # the last backup, and saves when told to end.
-SCRIPT = """
-from tfdist.runtime import progress
-from tfdist.runtime.progress import Progress
+SCRIPT = (
+    PROGRESS
+    + """
 workers = len(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
 index, away, backup = TASK["index"], pathlib.Path("away"), pathlib.Path("backup")
 step = int(backup.read_text()) if backup.exists() else 0
-tell = Progress(f"worker-{index}").write
+tell = progress.write
 def leave(*_):
     if index == 0:
         backup.write_text(str(step))
@@ -34,14 +38,18 @@ while step < 60:
         if workers == 2:
             away.unlink(missing_ok=True)
         backup.write_text(str(step))
-        tell(step, step)
-    tell(step)
+        tell(done=step, saved=step)
+    tell(done=step)
 if index == 0:
     say(f"{workers} workers end")
 """
+)
 
 
-@pytest.mark.parametrize("flags", [("--max_restarts=0",), ("--max_restarts=9", "--join_seconds=1.5")])
+@pytest.mark.parametrize(
+    "flags",  # the time to join: test_sizes.py
+    [("--max_restarts=0",), pytest.param(("--max_restarts=9", "--join_seconds=1.5"), marks=pytest.mark.full)],
+)
 def test_a_job_of_four_goes_on_with_two_and_grows_back(job, flags):
     assert job.run(SCRIPT, "--workers=1:4", *flags) == 0
     said = job.output().splitlines()
@@ -55,6 +63,7 @@ def test_a_job_of_four_goes_on_with_two_and_grows_back(job, flags):
     assert said[-1] == "[worker:0] 4 workers end"
 
 
+@pytest.mark.full  # those of each restart: test_warm.py
 def test_the_tasks_of_each_size_come_from_the_spare(job):
     script = """
 import tfdist
@@ -68,11 +77,12 @@ say(f"TensorFlow is here: {'tensorflow' in sys.modules}")  # `import tfdist` alo
     assert "[worker:0] TensorFlow is here: True" in job.output().splitlines()
 
 
-def test_an_exception_of_the_program_changes_no_size(job):
-    assert job.run("sys.exit(7)", "--workers=1:2") == 7
-    assert "continuing with" not in job.output()
-
-
-def test_a_job_that_loses_its_last_worker_ends(job):
-    assert job.run("os.kill(os.getpid(), signal.SIGKILL)", "--workers=1:2") == 137
-    assert "continuing with 1 of 2 workers from step 0" in job.output()
+@pytest.mark.parametrize(
+    ("script", "status", "shrinks"), [("sys.exit(7)", 7, False), ("os.kill(os.getpid(), signal.SIGKILL)", 137, True)]
+)
+def test_an_exception_of_the_program_changes_no_size_and_the_loss_of_the_last_worker_ends_the_job(
+    supervise, script, status, shrinks
+):
+    exit_code, output = supervise(script, local_cluster(2), sizes=Sizes(1, 2))
+    assert exit_code == status
+    assert ("continuing with 1 of 2 workers from step 0" in output) == shrinks

@@ -32,7 +32,7 @@ LAUNCH, TRAIN = ["launch", "--", "echo", "started"], ["train", "--config=digits"
 @pytest.mark.parametrize(
     ("module", "words", "name"),
     [
-        ("tfdist", LAUNCH, "tfdist.runtime.process_end"),
+        ("tfdist", LAUNCH, "tfdist.runtime.end.process_end"),
         ("tfdist", LAUNCH, "tfdist.launch.launcher"),
         ("tfdist", TRAIN, "tfdist.commands.train"),
         ("tfdist.train", TRAIN[1:], "tfdist.commands.train"),
@@ -50,7 +50,7 @@ def started(launcher, title):
     return any(title in " ".join(child.cmdline()) for child in psutil.Process(launcher.pid).children())
 
 
-@pytest.mark.parametrize("title", ["tfdist: warm spare", "-SEc"], ids=["spare", "guardian"])
+@pytest.mark.parametrize("title", ["launch/spare.py", "-SEc"], ids=["spare", "guardian"])
 def test_ctrl_c_before_the_first_task(job, title, monkeypatch):
     # The spare waits in its import until the launcher ends it.
     (job.folder / "keras.py").write_text("import time\ntime.sleep(600)\n")

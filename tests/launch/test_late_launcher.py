@@ -9,8 +9,8 @@ import types
 
 import pytest
 
-from tfdist.cluster import TaskSpec, local_cluster
-from tfdist.launch import launcher, output, process
+from tfdist.cluster import TaskSpec
+from tfdist.launch import output, process
 
 
 @pytest.fixture
@@ -27,12 +27,12 @@ def late(monkeypatch):
 
 def test_it_reads_the_last_words_of_a_task(tmp_path, late):
     shown = io.BytesIO()
-    started = launcher.Launcher([], local_cluster(1), tmp_path, output=shown)
+    shown_lines = output.LauncherOutput(shown, tmp_path)
     command = [sys.executable, "-S", "-c", "print('x' * 60000); raise ValueError('the cause')"]
-    task = process.TaskProcess(TaskSpec("worker", 0), command, os.environ, tmp_path / "worker-0.log", append=False)
+    task = process.TaskProcess(TaskSpec("worker", 0), command, os.environ, tmp_path / "worker-0.log")
     try:
         task.process.wait(60)
-        started._output.drain(task)
+        shown_lines.drain(task)
         assert process.last_error_line(task.held) == "ValueError: the cause"
     finally:
         task.close()
@@ -50,15 +50,15 @@ def test_it_writes_the_last_lines(tmp_path, monkeypatch):
 
     shown = Reader()
     ends = output.LauncherOutput(shown, tmp_path)
-    wait = ends._writer.wait
+    wait = output.BackgroundWriter.wait
 
-    def stop_and_wait(seconds):
+    def stop_and_wait(self, seconds):
         if not stopped.is_set():
             time.sleep(2.5)  # the system lets neither the launcher nor its reader run
             stopped.set()
-        wait(seconds)
+        wait(self, seconds)
 
-    monkeypatch.setattr(ends._writer, "wait", stop_and_wait)
+    monkeypatch.setattr(output.BackgroundWriter, "wait", stop_and_wait)
     ends.say("the cause")
     ends.say("the end")
     ends.close(lambda: 0)

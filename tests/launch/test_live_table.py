@@ -5,22 +5,22 @@ import sys
 
 import pytest
 
-from tests.helpers.launched_job import PRELUDE
+from tests.helpers.launched_job import PRELUDE, PROGRESS
 from tests.helpers.terminal import Terminal
 from tfdist.launch.live_table import Pace
-from tfdist.runtime.progress import Steps
+from tfdist.runtime.report.progress import Progress
 
 # A task that tells its steps as a training does, until it is told to end.
-SCRIPT = """
-from tfdist.runtime.progress import Progress
+SCRIPT = (
+    PROGRESS
+    + """
 name = f"{TASK['type']}-{TASK['index']}"
-tell = Progress(name).write
 print("begins " + "x" * 150, flush=True)
 METRICS = {"accuracy": 0.98765432, "loss": 0.25, "val_top_five_categorical_accuracy": float("nan"), "names": "no number"}
 step = 0
 while not pathlib.Path("go").exists():
     step += 1
-    tell(done=step, epoch=2, epochs=3, total=9000, metrics=METRICS)
+    progress.write(done=step, epoch=2, epochs=3, total=9000, metrics=METRICS)
     if step % 20 == 0:
         print("at step", step, flush=True)
     time.sleep(0.02)
@@ -28,6 +28,7 @@ print("last words of", name, flush=True)
 if pathlib.Path("go").read_text() == "fail" and TASK["index"] == 1:
     raise ValueError("odd")
 """
+)
 ROW = r"worker:{} +training +2/3 +\d+/9000 +\d+\.\d +\d+:\d\d +0\.25 +0\.9877\n?"
 
 
@@ -105,17 +106,17 @@ def test_a_dumb_terminal_gets_plain_lines(launched, tmp_path):
 
 def test_the_pace_is_that_of_the_last_seconds_and_the_rest_that_of_the_whole():
     pace = Pace()
-    pace.look(0.0, Steps(0, 0, total=1000))
+    pace.look(0.0, Progress(total=1000))
     assert pace.rate is None and pace.seconds_left is None
     for second in range(30, 51):  # a compilation of 30 s, then 10 steps in each second
-        pace.look(float(second), Steps(10 * (second - 29), 0, total=1000))
+        pace.look(float(second), Progress(done=10 * (second - 29), total=1000))
     assert pace.rate == pytest.approx(10)
     assert pace.seconds_left == pytest.approx((1000 - 210) / 10)
-    pace.look(70.0, Steps(210, 0, total=1000))  # a validation
+    pace.look(70.0, Progress(done=210, total=1000))  # a validation
     assert pace.rate == 0 or pace.rate is not None
     assert pace.seconds_left == pytest.approx((1000 - 210) / (200 / 40))
-    pace.look(71.0, Steps(0, 0))  # another training
+    pace.look(71.0, Progress())  # another training
     assert pace.rate is None and pace.seconds_left is None
-    pace.look(72.0, Steps(5, 0))
-    pace.look(73.0, Steps(15, 0))
+    pace.look(72.0, Progress(done=5))
+    pace.look(73.0, Progress(done=15))
     assert pace.rate == pytest.approx(10) and pace.seconds_left is None

@@ -7,12 +7,14 @@ import signal
 
 import psutil
 
-from tests.helpers.launched_job import until
+from tests.helpers.launched_job import PROGRESS, until
+from tfdist.cluster import local_cluster
+from tools import chaos
 
 # What a task prints that loses another one: TensorFlow's log, two tracebacks, and the lines of its shutdown.
-_LOSE = """
-import signal, threading, time, traceback
-from tfdist.runtime import progress
+_LOSE = f"""
+import threading, traceback
+{PROGRESS}
 def lose(cause, remedy="", seconds=0.0):
     print("E0000 00:00:1795763964.744299 28400 ring_alg.cc:291] Aborting RingReduce with UNAVAILABLE: Socket closed", flush=True)
     print("Additional GRPC error information from remote target", flush=True)
@@ -20,7 +22,7 @@ def lose(cause, remedy="", seconds=0.0):
         raise RuntimeError("Socket closed")
     except RuntimeError:
         traceback.print_exc()
-    progress.mark_lost(f"worker-{TASK['index']}", progress.Loss("worker:1", cause, remedy))
+    progress.write(lost=progress.Loss("worker:1", cause, remedy))
     time.sleep(seconds)
     raise RuntimeError(cause + ". Start all tasks again")
 """
@@ -30,66 +32,57 @@ _CAUSE = (
         " " + "x" * 150  # longer than the reason of other failures
     )
 )
-_LOSES_ONE = f"""
-if TASK["index"] == 0:
-    lose({_CAUSE!r})
-sleep_for_ever()
-"""
 
 
-def shown(job):
+def shown(output):
     """Returns the lines, without those that say that a task is ready, which it may or may not be in time."""
-    return [line for line in job.output().splitlines() if not line.endswith("] ready")]
+    return [line for line in output.splitlines() if not line.endswith("] ready")]
 
 
 def test_one_line_names_the_other_task_the_consequence_and_the_remedy(job):
-    assert job.run(_LOSE + _LOSES_ONE, "--workers=2") == 1
-    (line,) = shown(job)
+    """TensorFlow's shutdown takes seconds, longer than the launcher holds a traceback back: none is shown."""
+    code = f"""
+if TASK["index"] == 0:
+    lose({_CAUSE!r}, seconds=4)
+sleep_for_ever()
+"""
+    assert job.run(_LOSE + code, "--workers=2") == 1
+    (line,) = shown(job.output())
     assert line.startswith(f"tfdist: {_CAUSE}; ending all tasks. Full output: ") and "worker-0.log. " in line
     assert "; max_restarts starts the tasks again by itself, from the last backup" in line
     assert job.log("worker-0").count("Traceback") == 2 and "RingReduce" in job.log("worker-0")
 
 
-def test_a_remedy_of_its_own_is_the_only_one(job):
+def test_a_remedy_of_its_own_is_the_only_one(supervise):
     code = """
 if TASK["index"] == 0:
     lose("worker:1 has finished, and worker:0 waits for it in evaluate at x.py:9", "call it on every worker")
 """
-    assert job.run(_LOSE + code, "--workers=2") == 1
-    (line,) = shown(job)
+    exit_code, output = supervise(_LOSE + code, local_cluster(2))
+    assert exit_code == 1
+    (line,) = shown(output)
     assert line.endswith("worker-0.log"), line
     assert line.startswith(
         "tfdist: worker:1 has finished, and worker:0 waits for it in evaluate at x.py:9: call it on every worker; ending"
     )
 
 
-def test_a_restart_names_the_other_task(job):
+def test_a_restart_names_the_other_task(supervise):
     code = """
 if progress.restarts():
     sys.exit(0)
 if TASK["index"] == 0:
-    reports = progress.Progress("worker-0")
-    reports.write(done=412, saved=400)
+    progress.write(done=412, saved=400)
     lose("worker:1 at host1:2222 has ended")
 sleep_for_ever()
 """
-    assert job.run(_LOSE + code, "--workers=2", "--max_restarts=3") == 0
-    line = shown(job)[0]
+    exit_code, output = supervise(_LOSE + code, local_cluster(2), max_restarts=3)
+    assert exit_code == 0
+    line = shown(output)[0]
     said = (
         "tfdist: worker:1 lost at step 412 (worker:1 at host1:2222 has ended); restart 1/3 from step 400. Full output: "
     )
     assert line.startswith(said), line
-
-
-def test_the_errors_of_a_task_that_takes_long_to_end_are_not_shown(job):
-    """TensorFlow's shutdown takes seconds: longer than the launcher holds a traceback back."""
-    code = """
-if TASK["index"] == 0:
-    lose("worker:1 has ended", seconds=5)
-sleep_for_ever()
-"""
-    assert job.run(_LOSE + code, "--workers=2") == 1
-    assert len(shown(job)) == 1, job.output()
 
 
 def test_a_connection_that_broke_briefly_is_shown_while_its_task_runs(job):
@@ -113,13 +106,13 @@ print("ready", flush=True)
 await_file("go")
 if TASK["index"] == 0:
     lose("worker:1 at host1:2222 has ended")
-while not progress.read_loss(os.environ[progress.FOLDER], "worker-0"):
+while not progress.read(os.environ[progress.FOLDER], "worker-0").lost:
     time.sleep(0.01)
 raise ValueError("the cause")
 """
     process = job.start(_LOSE + code, "--workers=2")
     until(lambda: job.output().count("] ready") == 2)
-    tasks = [child for child in psutil.Process(process.pid).children(recursive=True) if "script.py" in child.cmdline()]
+    tasks = [psutil.Process(pid) for _, pid, _ in chaos.tasks(process.pid)]
     assert len(tasks) == 2
     os.kill(process.pid, signal.SIGSTOP)
     (job.folder / "go").write_text("yes")

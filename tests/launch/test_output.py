@@ -6,57 +6,60 @@ import contextlib
 import io
 import subprocess
 import sys
+import traceback
 
 import pytest
 
 from tests.helpers import full_disk
-from tests.helpers.launched_job import until
+from tests.helpers.launched_job import PROGRESS, until
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
+from tfdist.launch.process import last_error_line
 
 
-def test_lines_are_shown_behind_the_task_as_a_terminal_would_and_logged_as_they_came(job):
-    assert job.run(r"""sys.stdout.write("10%\r20%\r\nwhole\n\nno newline at the end")""") == 0
-    assert job.output().splitlines() == [f"[worker:0] {x}" for x in ("20%", "whole", "no newline at the end")]
-    assert job.log("worker-0") == "10%\r20%\r\nwhole\n\nno newline at the end"
-
-
-def test_tensorflows_chatter_is_in_the_log_alone(job):
-    line = "2026-01-31 12:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] optimized"
-    assert job.run(f"print({line!r}); print('shown')") == 0
-    assert job.output() == "[worker:0] shown\n"
-    assert line in job.log("worker-0")
+def test_lines_are_shown_behind_the_task_as_a_terminal_would_and_logged_as_they_came(supervise, tmp_path):
+    """TensorFlow's log, and a traceback until the task ends well, are held back; escape codes go to the log alone."""
+    chatter = "2026-01-31 12:00:00.123456: I tensorflow/core/platform/cpu_feature_guard.cc:210] optimized\n"
+    printed = f"10%\r20%\r\nwhole\n\n{chatter}a\x1b[31mred\x1b[0m \x1b[2K\x1b]0;title\x07x\x1b[?25l\n"
+    printed += "Traceback (most recent call last):\nValueError: handled\nno newline at the end"
+    exit_code, output = supervise(f"sys.stdout.write({printed!r})", local_cluster(1))
+    assert exit_code == 0
+    shown = ["20%", "whole", "ared x", "Traceback (most recent call last):", "ValueError: handled"]
+    assert output.splitlines() == [f"[worker:0] {line}" for line in [*shown, "no newline at the end"]]
+    assert (tmp_path / "logs" / "worker-0.log").read_bytes().decode() == printed
 
 
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
         (
-            "Exception encountered when calling Sequential.call().\\n\\nInput 0 of layer 'dense' has axis -1 of 5.\\n\\n"
-            "Arguments received by Sequential.call():\\n  • mask=None",
+            "Exception encountered when calling Sequential.call().\n\nInput 0 of layer 'dense' has axis -1 of 5.\n\n"
+            "Arguments received by Sequential.call():\n  • mask=None",
             "Input 0 of layer 'dense' has axis -1 of 5",
         ),
         (
-            "Graph execution error:\\n\\nDetected at node x\\n<stack traces unavailable>\\ntoo large\\n\\t [[{{node x}}]]",
+            "Graph execution error:\n\nDetected at node x\n<stack traces unavailable>\ntoo large\n\t [[{{node x}}]]",
             "too large",
         ),
         ("use strategy tpu.", "use strategy tpu"),
-        ("first fault.\\nsecond fault.", "first fault"),
+        ("first fault.\nsecond fault.", "first fault"),
         ("x" * 300, "x" * 185 + "..."),
     ],
 )
-def test_the_reason_is_the_line_that_says_something(job, message, reason):
-    assert job.run(f'raise ValueError("{message}")') == 1
-    assert f"failed with exit code 1: ValueError: {reason}; ending all tasks." in job.output()
+def test_the_reason_is_the_line_that_says_something(message, reason):
+    lines = traceback.format_exception(ValueError(message))
+    assert last_error_line("".join(lines).encode().splitlines(keepends=True)) == f"ValueError: {reason}"
 
 
-@pytest.mark.parametrize("what", ["", "import tfdist; tfdist.create_strategy('multi_worker_mirrored', cluster=False)"])
-def test_tasks_that_never_use_tfdist_are_said_to_run_alone(job, what):
-    assert job.run(what, "--workers=2") == 0
-    assert ("tfdist: no task has created a tfdist.Trainer or strategy: unless" in job.output()) == (not what)
+@pytest.mark.parametrize("what", ["", f"{PROGRESS}progress.write()  # as a strategy does"])
+def test_tasks_that_never_use_tfdist_are_said_to_run_alone(supervise, what):
+    exit_code, output = supervise(what, local_cluster(2))
+    assert exit_code == 0
+    assert ("tfdist: no task has created a tfdist.Trainer or strategy: unless" in output) == (not what)
 
 
-def test_the_first_failure_is_shown_once_and_its_consequences_not_at_all(job):
+def test_the_first_failure_is_shown_once_and_its_consequences_not_at_all(supervise, tmp_path):
     code = """
 if TASK["index"] == 1:
     await_file("logs/worker-0.log")
@@ -66,12 +69,13 @@ def fail(*args):
 signal.signal(signal.SIGTERM, fail)
 sleep_for_ever()
 """
-    assert job.run(code, "--workers=2") == 1
-    assert job.output().count("Traceback") == 1
-    assert "[worker:1] ValueError: the cause\n" in job.output()
-    assert "tfdist: worker:1 failed with exit code 1: ValueError: the cause; ending" in job.output()
-    assert "the consequence" not in job.output()
-    assert "RuntimeError: the consequence" in job.log("worker-0")
+    exit_code, output = supervise(code, local_cluster(2))
+    assert exit_code == 1
+    assert output.count("Traceback") == 1
+    assert "[worker:1] ValueError: the cause\n" in output
+    assert "tfdist: worker:1 failed with exit code 1: ValueError: the cause; ending" in output
+    assert "the consequence" not in output
+    assert "RuntimeError: the consequence" in (tmp_path / "logs" / "worker-0.log").read_text()
 
 
 def test_a_traceback_that_its_task_survives_is_shown_while_it_runs(job):
@@ -93,11 +97,6 @@ await_file("seen")
     assert job.output().count("handled") == 2  # the line of code, and the error
 
 
-def test_a_traceback_of_a_task_that_succeeds_is_shown_at_its_end(job):
-    assert job.run("print('Traceback (most recent call last):'); print('ValueError: handled')") == 0
-    assert "[worker:0] ValueError: handled\n" in job.output()
-
-
 def test_a_reader_that_goes_away_neither_ends_nor_blocks_the_run(job):
     process = job.start("await_file('go'); [print('x' * 99) for _ in range(9999)]", stdout=subprocess.PIPE)
     process.stdout.close()
@@ -106,6 +105,7 @@ def test_a_reader_that_goes_away_neither_ends_nor_blocks_the_run(job):
     assert len(job.log("worker-0")) == 999900
 
 
+@pytest.mark.full  # what Keras prints: test_process.py
 def test_a_progress_bar_is_shown_when_it_is_full(job):
     code = """
 import keras
@@ -120,13 +120,7 @@ for step in range(4):
     )
 
 
-def test_escape_codes_of_a_task_are_not_shown(job):
-    assert job.run(r"""print("a\x1b[31mred\x1b[0m \x1b[2K\x1b]0;title\x07x\x1b[?25l")""") == 0
-    assert job.output() == "[worker:0] ared x\n"
-    assert "\x1b[31m" in job.log("worker-0")
-
-
-def test_repeated_warnings_are_shown_once_and_counted_and_prints_are_all_shown(job):
+def test_repeated_warnings_are_shown_once_and_counted_and_prints_are_all_shown(supervise, tmp_path):
     code = """
 import logging, warnings
 warnings.simplefilter("always")
@@ -138,8 +132,9 @@ for _ in range(3):
 print("W0000 00:00:1795.6 1998 x.cc:5] late", file=sys.stderr)
 print("E0000 00:00:1795.6 1998 x.cc:5] bad", file=sys.stderr)
 """
-    assert job.run(code, "--workers=2") == 0
-    lines = job.output().splitlines()
+    exit_code, output = supervise(code, local_cluster(2))
+    assert exit_code == 0
+    lines = output.splitlines()
     bare = [line.split("] ", 1)[1] for line in lines if line.startswith("[worker:")]
     assert sum("UserWarning: slow" in line for line in bare) == 1
     assert bare.count('  warnings.warn("slow")') == 1 and bare.count('    warnings.warn("slow")?') == 6
@@ -150,27 +145,29 @@ print("E0000 00:00:1795.6 1998 x.cc:5] bad", file=sys.stderr)
         f"tfdist: {x}" for x in ("5 more lines", "5 more lines", "1 more line")
     ]
     assert counts[1].endswith("] WARNING:root:odd")
-    assert job.log("worker-1").count("WARNING:root:odd") == 3
+    assert (tmp_path / "logs" / "worker-1.log").read_text().count("WARNING:root:odd") == 3
 
 
-def test_what_a_script_logs_is_shown(job):
+def test_what_a_script_logs_is_shown(supervise):
     code = """
 from absl import logging
 logging.set_verbosity("info")
 logging.info("mine")
 logging.warning("mine, too")
 """
-    assert job.run(code) == 0
-    first, second = job.output().splitlines()
+    exit_code, output = supervise(code, local_cluster(1))
+    assert exit_code == 0
+    first, second = output.splitlines()
     assert first.endswith("mine") and second.endswith("mine, too")
 
 
-def test_logs_of_the_run_before_are_put_away(job):
-    assert job.run("print('first')", "--workers=2") == 0
-    assert job.run("print('second')") == 0
-    assert job.log("worker-0") == "second\n"
-    assert (job.folder / "logs" / "before" / "worker-1.log").read_text() == "first\n"
-    assert not (job.folder / "logs" / "worker-1.log").exists()
+def test_logs_of_the_run_before_are_put_away(supervise, tmp_path):
+    assert supervise("print('first')", local_cluster(2))[0] == 0
+    assert supervise("print('second')", local_cluster(1))[0] == 0
+    logs = tmp_path / "logs"
+    assert (logs / "worker-0.log").read_text() == "second\n"
+    assert (logs / "before" / "worker-1.log").read_text() == "first\n"
+    assert not (logs / "worker-1.log").exists()
 
 
 @pytest.mark.parametrize("cause", ["No space left on device", "expected a regular file, and found a symbolic link to "])
@@ -183,7 +180,7 @@ def test_a_log_that_cannot_be_written_does_not_end_the_run(tmp_path, monkeypatch
             (folder / "fills").write_bytes(bytes(4096))
         else:
             (folder / "worker-0.log").symlink_to("/dev/full")
-        launcher = Launcher([sys.executable, "-c", "print('on')"], local_cluster(1), folder, output=shown)
+        launcher = Launcher(Options([sys.executable, "-c", "print('on')"], local_cluster(1), folder), output=shown)
         monkeypatch.setattr("tfdist.launch.launcher.set_logs_aside", lambda *_: None)  # or the link would go
         assert launcher.run() == 0
     assert b"[worker:0] on\n" in shown.getvalue()

@@ -1,12 +1,8 @@
-"""When a failed run is started again, and how tasks and supervisor tell each other how far they are."""
+"""When a failed run is started again."""
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-
 from tfdist.launch.restart_policy import RestartPolicy
-from tfdist.runtime import progress
 
 
 class Clock:
@@ -60,34 +56,3 @@ def test_restarts_without_progress_wait_longer_and_longer():
         restarts.failed(step)
         delays.append(restarts.delay)
     assert delays == [0, 1, 2, 4, 8, 16, 30, 30, 0]
-
-
-def test_tasks_tell_how_far_they_are(tmp_path, monkeypatch):
-    monkeypatch.delenv(progress.FOLDER, raising=False)
-    progress.Progress("worker-0").write(5, 3)  # nobody listens
-    assert progress.restarts() == 0
-    monkeypatch.setenv(progress.FOLDER, str(tmp_path))
-    mine = progress.Progress("worker-0")
-    assert progress.read(tmp_path, "worker-0") is None
-    mine.write(5)
-    assert progress.read(tmp_path, "worker-0") == progress.Steps(done=5, saved=0)
-    mine.write(saved=3)
-    assert progress.read(tmp_path, "worker-0") == progress.Steps(done=5, saved=3)
-    assert progress.read_metrics(tmp_path, "worker-0") == {}
-    mine.write(metrics={"loss": np.float32(0.123456), "accuracy": 1.0, "curve": [1.0]})
-    mine.write(6, metrics={"val_loss": 2e-10, "loss": 0.5})
-    assert progress.read_metrics(tmp_path, "worker-0") == {"loss": "0.5", "accuracy": "1", "val_loss": "2e-10"}
-    mine.write(metrics={f"metric {number}": number for number in range(99)})
-    shown = progress.read_metrics(tmp_path, "worker-0")
-    assert 20 < len(shown) < 99 and shown["metric 9"] == "9" and progress.read(tmp_path, "worker-0").done == 6
-    mine.write(0)  # another training
-    assert progress.read_metrics(tmp_path, "worker-0") == {}
-    progress.clear(tmp_path, 2)
-    assert progress.read(tmp_path, "worker-0") is None and progress.read_metrics(tmp_path, "worker-0") == {}
-    assert progress.restarts() == 2
-
-
-@pytest.mark.parametrize("content", [b"", b"half"])
-def test_what_is_half_written_is_not_read(tmp_path, content):
-    (tmp_path / "worker-0").write_bytes(content)
-    assert progress.read(tmp_path, "worker-0") is None

@@ -64,3 +64,17 @@ def test_a_job_grows_after_a_new_backup_and_waits_longer_after_each_growth_in_va
     sizes.grow()
     sizes.lost(step + 5, may_restart=False)
     assert backups_until_growth() == 1
+
+
+def test_a_job_grows_as_far_as_there_are_places():
+    sizes = Sizes(1, 4)
+    places = 1
+    sizes.available = lambda: places
+    sizes.fit(places)
+    sizes.started()
+    found = []
+    for step, places in ((0, 4), (10, 1), (20, 3), (30, 4)):  # noqa: B007 (`available` reads it)
+        if sizes.should_grow(step):
+            sizes.grow()
+        found.append(sizes.workers)
+    assert found == [1, 1, 2, 4]

@@ -67,7 +67,7 @@ def test_a_breakpoint_in_a_task_of_a_local_training(tmp_path):
         "    return tfdist.TrainConfig(epochs=1, global_batch_size=64)\n"
     )
     words = ["train", "--config=config.py", "--workdir=run", "--config.cluster.workers=2", "--config.max_restarts=2"]
-    words += ["--config.strategy.name=multi_worker_mirrored"]
+    words += ["--config.strategy.name=multi_worker_mirrored", "--config.cluster.warm=0"]
     command = [sys.executable, "-m", "tfdist", *words]
     done = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=150)
     assert done.returncode == 2, done.stderr

@@ -12,10 +12,11 @@ import tempfile
 import pytest
 
 from tests.helpers import full_disk
-from tests.helpers.launched_job import until
+from tests.helpers.launched_job import PROGRESS, imported, until
 
-OWN = """
-from tfdist.runtime import temporary
+OWN = (
+    imported("tfdist.runtime.folders.temporary")
+    + """
 def make():
     with temporary.temporary_folder() as folder:
         pathlib.Path(folder, "model.keras").write_bytes(b"x" * 5000)
@@ -23,6 +24,7 @@ def make():
         while True:
             time.sleep(0.05)
 """
+)
 
 
 @pytest.fixture(autouse=True)
@@ -55,10 +57,10 @@ def test_a_launcher_that_is_killed_leaves_nothing(job, tmpdir):
 
 
 def test_what_a_killed_task_has_left_goes_at_the_restart(job, tmpdir):
-    code = """
-if int((pathlib.Path(os.environ["TFDIST_PROGRESS"]) / "restarts").read_text()) == 0:
+    code = f"""{PROGRESS}
+if progress.restarts() == 0:
     if TASK["index"] == 1:
-        import threading; threading.Timer(1.0, os.kill, (os.getpid(), signal.SIGKILL)).start()
+        import threading; threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGKILL)).start()
     make()
 print("left:", [str(path) for path in pathlib.Path(os.environ["TMPDIR"]).rglob("*.keras")], flush=True)
 """
@@ -71,9 +73,11 @@ def test_without_a_launcher_the_next_start_removes_what_dead_processes_have_left
     """And what a live one has, or another user, stays."""
 
     def start():
-        code = "import pathlib, time" + OWN + "make()"
+        code = "import pathlib, time\n" + OWN + "make()"
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
-        return process, pathlib.Path(process.stdout.readline().strip())
+        folder = pathlib.Path(process.stdout.readline().strip())
+        assert folder.parent == tmpdir, "the test changes its owner"
+        return process, folder
 
     started = [start() for _ in range(3)]
     try:
@@ -94,15 +98,12 @@ def test_without_a_launcher_the_next_start_removes_what_dead_processes_have_left
 
 
 def test_a_full_temporary_folder_costs_one_warning_for_each_task(job, tmpdir):
-    code = """
-from tfdist.runtime import progress
-mine = progress.Progress(f"worker-{TASK['index']}")
+    code = f"""{PROGRESS}
 for step in range(5):
-    mine.write(done=step + 1)
-progress.mark_strategy()
+    progress.write(done=step + 1)
 print("trained", flush=True)
 """
-    with full_disk.mounted(tmpdir, 8192):
+    with full_disk.mounted(tmpdir, 4096):
         assert job.run(code, "--workers=2") == 0
         assert not files(tmpdir)
     assert job.output().count("trained") == 2
@@ -112,8 +113,7 @@ print("trained", flush=True)
 
 def test_a_folder_that_is_full_at_a_restart_or_from_the_start_ends_nothing(job, tmpdir):
     """And the number of restarts is right."""
-    code = """
-from tfdist.runtime import progress
+    code = f"""{PROGRESS}
 print("restart", progress.restarts(), flush=True)
 if progress.restarts() == 0:
     filler = pathlib.Path(os.environ["TMPDIR"], "filler").open("wb", buffering=0)

@@ -1,10 +1,11 @@
-"""Tasks that a warm spare forks behave as spawned tasks do. Real TensorFlow, and one spare per test."""
+"""Tasks that a warm spare forks behave as spawned tasks do. Keras is a small file in its place, except in the full tier."""
 
 from __future__ import annotations
 
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 
@@ -15,12 +16,12 @@ from tests.helpers.launched_job import until
 from tfdist.cluster import TaskSpec
 from tfdist.launch import process, warm
 from tfdist.launch.guardian import Guardian
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 from tfdist.runtime.tensorflow_log import is_tensorflow_log
 
 # Each part prints what a script may observe, and ends as the name says.
 SCRIPT = """
-import atexit, faulthandler, inspect, json, multiprocessing, os, psutil, signal, subprocess, sys, threading, time, traceback
+import atexit, faulthandler, json, multiprocessing, os, psutil, signal, subprocess, sys, threading, time, traceback
 def double(x):
     return 2 * x, __name__, os.environ["OF_ALL"]
 def main(*_):
@@ -28,15 +29,15 @@ def main(*_):
     me = psutil.Process()
     atexit.register(lambda: print("at exit", __name__, flush=True))
     print(sys.argv[1:], os.path.basename(sys.argv[0]), sys.orig_argv[1:3], __name__, os.path.basename(__file__), __spec__ and __spec__.name)
-    print(os.path.basename(sys.path[0]), any("spare" in each for each in sys.path), os.getcwd(), me.cmdline(), len(inspect.stack()))
-    print({name: value for name, value in os.environ.items() if name.startswith(("OF_", "TF_CONFIG", "PYTHON" "PATH", "TFDIST_SPARE"))})
-    print(me.environ()["TF_CONFIG"] == os.environ["TF_CONFIG"], psutil.Process(me.ppid()).pid == int(os.environ["OF_LAUNCHER"]))
+    print(os.path.basename(sys.path[0]), any("spare" in each for each in sys.path), os.getcwd(), me.cmdline()[-2:])
+    print({name: value for name, value in os.environ.items() if name.startswith(("OF_", "TF_CONFIG", "PYTHON" "PATH"))})
+    print(psutil.Process(int(os.environ["OF_LAUNCHER"])) in me.parents(), multiprocessing.current_process(), multiprocessing.parent_process())
     print(os.getpgrp() == os.getsid(0) == me.pid, threading.active_count(), me.num_fds(), faulthandler.is_enabled())
     print(time.time() - me.create_time() < 30, os.readlink("/proc/self/fd/0"), sys.stdout.write_through, sys.stdout.isatty())
     print({each: signal.getsignal(each) for each in (2, 13, 15)}, signal.pthread_sigmask(signal.SIG_BLOCK, []), threading.main_thread().name)
     print(__import__("gc").isenabled(), subprocess.run(["sh", "-c", "echo $OF_ALL >&2; echo said"], capture_output=True))
     if kind == "multiprocessing":
-        for method in ("spawn", "fork"):
+        for method in ("spawn", "fork", "forkserver"):
             with multiprocessing.get_context(method).Pool(1) as pool:
                 print(pool.map(double, [3]))
     if kind == "train":
@@ -61,8 +62,9 @@ def main(*_):
     if kind == "interrupt":
         os.kill(os.getpid(), signal.SIGINT)
         time.sleep(60)
-    if kind == "stack":
-        traceback.print_stack()
+    if kind == "uncaught hook":
+        sys.excepthook = lambda kind, error, trace: print("hook", kind, error, *traceback.format_tb(trace), flush=True)
+        main(missing)
     if kind in ("SIGTERM", "SIGKILL", "SIGHUP"):
         os.kill(os.getpid(), getattr(signal, kind))
 if __name__ == "__main__":
@@ -72,7 +74,7 @@ ENDS = {
     "returns": 0,
     "multiprocessing": 0,
     "train": 0,
-    "stack": 0,
+    "uncaught hook": 1,
     "exception": 1,
     "text": 1,
     "code": 75,
@@ -83,6 +85,22 @@ ENDS = {
     "SIGHUP": 0 if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN else -1,  # ignored under nohup
     "SIGKILL": -9,
 }
+
+
+SMALL_KERAS = """
+import absl, numpy, types
+random = types.SimpleNamespace(uniform=lambda shape: numpy.random.rand(*shape))
+"""
+
+
+@pytest.fixture(params=["small", pytest.param("real", marks=pytest.mark.full)])
+def keras(request, tmp_path, monkeypatch):
+    """The Keras that spares and tasks import, by name."""
+    if request.param == "small":
+        (place := tmp_path / "small").mkdir()
+        (place / "keras.py").write_text(SMALL_KERAS)
+        monkeypatch.setenv("PYTHONPATH", str(place), prepend=os.pathsep)
+    return request.param
 
 
 @pytest.fixture
@@ -97,7 +115,7 @@ def folder(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def spare(folder):
+def spare(folder, keras):
     """Starts a spare for a command, with the variables of tasks; returns the spare and its environment."""
     spares = []
 
@@ -118,17 +136,20 @@ def spare(folder):
 
 def run(folder, command, environ, start):
     """Returns the exit code and the output of a task."""
-    task = process.TaskProcess(TaskSpec("worker", 0), command, environ, folder / "log", False, start)
+    task = process.TaskProcess(TaskSpec("worker", 0), command, environ, folder / "log", start)
     try:
         output = b""
         os.set_blocking(task.pipe.fileno(), True)
         while chunk := task.pipe.read(1 << 16):
             output += chunk
-        # TensorFlow's C++ log has times, and its first lines are of the import; `faulthandler` lists all that is loaded.
+        # TensorFlow's C++ log has times, and its first lines are of the import; `faulthandler` lists all that is loaded,
+        # and the frames of the spare, in which the script runs.
         lines = [
             line
             for line in output.splitlines()
-            if not is_tensorflow_log(line) and not line.startswith((b"Extension modules", b"Current thread 0x"))
+            if not is_tensorflow_log(line)
+            and not line.startswith((b"Extension modules", b"Current thread 0x"))
+            and not re.match(rb'  File ".*/launch/spare.py", line \d+ in ', line)
         ]
         return type(task.process).__name__, task.process.wait(), b"\n".join(lines).decode()
     finally:
@@ -136,11 +157,16 @@ def run(folder, command, environ, start):
 
 
 @pytest.mark.parametrize("words", [["-u", "script.py"], ["-m", "package.module"]], ids=["script", "module"])
-def test_a_forked_task_behaves_as_a_spawned_one(folder, spare, words):
+def test_a_forked_task_behaves_as_a_spawned_one(folder, spare, keras, words):
     command = [sys.executable, *words, "first", "--flag=a b"]
     here, environ = spare(command)
-    for kind, code in ENDS.items():
-        environ |= {"TF_CONFIG": '{"task": 1}', "TFDIST_KIND": kind}
+    kinds = ENDS
+    if keras == "small":
+        kinds = {kind: code for kind, code in ENDS.items() if kind != "train"}
+        if "-m" in words:
+            kinds = {kind: ENDS[kind] for kind in ("returns", "multiprocessing", "exception")}
+    for kind, code in kinds.items():
+        environ |= {"TF_CONFIG": '{"task": {"type": "worker", "index": 1}}', "TFDIST_KIND": kind}
         forked, spawned = (run(folder, command, environ, start) for start in (here.start, process.spawn))
         assert (forked[0], spawned[0]) == ("ForkedProcess", "Popen"), kind
         assert forked[1:] == spawned[1:], kind
@@ -198,7 +224,7 @@ def test_the_spare_imports_what_the_text_of_a_command_imports(tmp_path, monkeypa
     [
         ({"TF_ENABLE_ONEDNN_OPTS": "0"}, []),
         ({"OMP_NUM_THREADS": "7"}, []),
-        ({}, ["h5py.py"]),
+        ({}, ["numpy.py"]),
         ({}, ["absl/__init__.py"]),
     ],
 )
@@ -212,8 +238,27 @@ def test_a_task_whose_imports_differ_is_spawned(folder, spare, variables, files)
     assert run(folder, command, environ, here.start)[:2] == ("Popen", 75)
 
 
+def test_a_task_and_its_exit_code_survive_the_spare(folder, spare):
+    script = """
+import keras, psutil, sys
+spare = psutil.Process().parents()[1]
+spare.kill()
+while spare.is_running() and spare.status() != psutil.STATUS_ZOMBIE:
+    pass
+sys.exit(75)
+"""
+    (folder / "script.py").write_text(script)
+    command = [sys.executable, "script.py"]
+    here, environ = spare(command)
+    environ["TF_CONFIG"] = '{"task": {"type": "worker", "index": 1}}'
+    assert run(folder, command, environ, here.start)[:2] == ("ForkedProcess", 75)
+
+
 LIFE = """
-is_forked, life = "keras" in sys.modules, pathlib.Path(os.environ["TFDIST_PROGRESS"], "restarts").read_text().strip()
+import importlib
+is_forked = "keras" in sys.modules
+progress = importlib.import_module("tfdist.runtime.report.progress")
+life = str(progress.restarts())
 import keras, numpy, psutil, random
 say(json.dumps([life, is_forked, random.random(), numpy.random.rand(), float(keras.random.uniform(()))]))
 pathlib.Path(f"there-{life}-{TASK['index']}").write_text("all is said")
@@ -223,15 +268,13 @@ await_file(f"there-{life}-{1 - TASK['index']}")
 
 def spare_of(launcher):
     """Returns the spare of a launcher."""
-    return next(
-        each for each in psutil.Process(launcher).children() if " ".join(each.cmdline()) == "tfdist: warm spare"
-    )
+    return next(each for each in psutil.Process(launcher).children() if "launch/spare.py" in " ".join(each.cmdline()))
 
 
-def test_restarts_fork_until_the_spare_is_killed(job):
+def test_restarts_fork_until_the_spare_is_killed(job, keras):
     code = f"""{LIFE}
 if life == "1" and TASK["index"]:
-    next(each for each in psutil.Process(os.getppid()).children() if " ".join(each.cmdline()) == "tfdist: warm spare").kill()
+    psutil.Process(os.getppid()).parent().kill()  # the parent waits for the task, and is the spare's child
 if life != "2":
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)
@@ -246,16 +289,16 @@ if life != "2":
     assert not job.alive()
 
 
-@pytest.mark.parametrize("ends", ["os.kill(os.getppid(), signal.SIGKILL)", "os.kill(os.getppid(), signal.SIGINT)"])
-def test_no_process_survives_the_launcher(job, ends):
-    launcher = job.start(f"{LIFE}\nawait_file('go')\n{ends}\nsleep_for_ever()", "--workers=2", "--max_restarts=3")
+@pytest.mark.parametrize("ends", ["SIGKILL", "SIGINT"])
+def test_no_process_survives_the_launcher(job, keras, ends):
+    launcher = job.start(f"{LIFE}\nsleep_for_ever()", "--workers=2", "--max_restarts=3")
     until(lambda: all(pathlib.Path(job.folder, f"there-0-{index}").exists() for index in (0, 1)))
     spare = spare_of(launcher.pid)
-    (job.folder / "go").write_text("go")
+    launcher.send_signal(getattr(signal, ends))
     assert launcher.wait(60) in (-signal.SIGKILL, 130)
     until(lambda: not job.alive() and not spare.is_running())
 
 
-def test_without_a_spare_tasks_are_spawned(job):
+def test_without_a_spare_tasks_are_spawned(job, keras):
     assert job.run(LIFE, "--workers=2", "--warm=0") == 0
     assert '["0", false' in job.log("worker-0")

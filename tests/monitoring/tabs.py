@@ -75,5 +75,5 @@ def check(ask, keras_own, last):
         "Is it learning? (loss)": {"train": ["batch_loss"], "validation": ["evaluation_loss_vs_iterations"]},
         "How fast is it? (examples per second)": {"train": ["perf/examples_per_second"], "validation": []},
         "Who is slow? (ms per step)": {"train": ["perf/step_ms"], "validation": []},
-        "What did the network cost? (bytes per step, and of the gradients)": {"train": [], "validation": []},
+        "What did the network cost? (bytes per step)": {"train": [], "validation": []},
     }

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import pathlib
 import signal
 import subprocess
@@ -19,7 +20,8 @@ from tests.helpers import tiers
 from tests.monitoring.test_tensorboard import curves
 from tests.multiprocess.models import line
 from tfdist.monitoring import Goodput, TensorBoard
-from tfdist.runtime import goodput, progress
+from tfdist.runtime.report import goodput, progress
+from tools import chaos
 
 ROOT = pathlib.Path(__file__).parents[2]
 
@@ -146,8 +148,7 @@ def train(tmp_path, code, kills=True, **how):
             assert time.monotonic() < ends and process.poll() is None, (tmp_path / "output").read_text()
             time.sleep(0.02)
         if kills:
-            children = psutil.Process(process.pid).children(recursive=True)
-            next(c for c in children if "tfdist.train" in c.cmdline()).send_signal(signal.SIGKILL)
+            os.kill(next(pid for _, pid, _ in chaos.tasks(process.pid)), signal.SIGKILL)
         assert process.wait(150) == code, (tmp_path / "output").read_text()
     finally:
         process.kill()
@@ -155,6 +156,7 @@ def train(tmp_path, code, kills=True, **how):
     return json.loads(summary_file.read_text()) if code == 0 else {}
 
 
+@pytest.mark.full
 def test_a_run_that_continues_with_another_number_of_workers_counts_on(tmp_path):
     train(tmp_path, 128 + signal.SIGKILL, **{"strategy.replicas": 2})
     before = goodput.read(tmp_path / "run/goodput.bin").seconds

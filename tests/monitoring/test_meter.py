@@ -22,7 +22,7 @@ from tfdist.gradients.optimizer import get_reduction
 from tfdist.monitoring import TensorBoard
 from tfdist.monitoring.meter import SystemMeter
 from tfdist.monitoring.side_summaries import histogram
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 rng = np.random.default_rng(0)
 X, Y = rng.standard_normal((16, 40), np.float32), rng.standard_normal((16, 30)).astype(np.float32)
@@ -218,19 +218,16 @@ def test_lost_steps_are_those_between_the_end_of_a_life_and_the_backup(tmp_path,
     assert not progress.is_supervised() and progress.settle_lost_steps() is None
     monkeypatch.setenv(progress.FOLDER, str(tmp_path))
     progress.clear(tmp_path, 0)
-    assert progress.is_supervised() and not progress.uses_tfdist(tmp_path)
-    assert progress.settle_lost_steps() is None, "there is no task"
-    # Of two tasks: how far each is told before it was killed, and from where all go on. The third life has no step.
-    lives = [(0, (13, 12), 0), (7, (7, 7), 13 - 7), (7, (10, 9), 13 - 7), (7, (20, 20), 13 - 7 + 10 - 7)]
-    for number, (begins, ends, lost) in enumerate(lives):
+    assert progress.is_supervised() and not progress.read_all(tmp_path)
+    assert progress.settle_lost_steps() is None, "the training has not begun"
+    # Where each life begins and ends, and the steps repeated until then. The second life has no step.
+    lives = [(0, 13, 0), (7, 7, 13 - 7), (7, 10, 13 - 7), (7, 20, 13 - 7 + 10 - 7)]
+    for number, (begin, end, lost) in enumerate(lives):
         progress.clear(tmp_path, number)
-        tasks = [progress.Progress(f"worker-{index}") for index in range(2)]
-        for task in tasks:
-            task.write(begins, begins)
-        tasks[1].write(begins + 1)  # it is a step ahead
+        monkeypatch.setattr(progress, "_own", None)  # another process
+        progress.write(done=begin, saved=begin)
         if number != 1:
             assert progress.settle_lost_steps() == lost
             assert progress.settle_lost_steps() == lost
-        for task, end in zip(tasks, ends, strict=True):
-            task.write(end)
+        progress.write(done=end)
     assert progress.restarts() == 3

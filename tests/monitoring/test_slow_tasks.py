@@ -17,6 +17,7 @@ from tests.multiprocess import harness
 from tests.multiprocess.roles import Roles
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
 from tfdist.monitoring.slow_tasks import SlowTaskRule
 
 SLOW = (61.0, 20.0)
@@ -69,12 +70,14 @@ CASES = [
 ]
 
 
-@pytest.mark.parametrize("options", tiers.cases(CASES, quick=3), ids=lambda each: " ".join(map(str, each.values())))
+@pytest.mark.parametrize("options", tiers.cases(CASES, quick=2), ids=lambda each: " ".join(map(str, each.values())))
 def test_the_slow_one_of_two_workers_is_named(tmp_path, options):
     command = fork_server.command("tests.multiprocess.slow_program", str(tmp_path), json.dumps(options))
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
     shown = io.BytesIO()
-    launcher = Launcher(["timeout", "200", *command], local_cluster(2), tmp_path / "logs", environ, output=shown)
+    launcher = Launcher(
+        Options(["timeout", "200", *command], local_cluster(2), tmp_path / "logs", environ), output=shown
+    )
     text = shown.getvalue().decode() if (code := launcher.run()) == 0 else ""
     assert code == 0, shown.getvalue().decode()
     found = curves(tmp_path / "curves")

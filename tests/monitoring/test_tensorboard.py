@@ -31,8 +31,9 @@ from tests.multiprocess.models import line, line_gradient_norms
 from tfdist.cluster import local_cluster
 from tfdist.errors import ConfigError
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
 from tfdist.monitoring import TensorBoard
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 STEPS, EPOCHS = 5, 4
 PERF = {"perf/examples_per_second", "perf/step_ms"}
@@ -209,7 +210,7 @@ def test_of_two_workers_each_has_runs_of_its_own(tmp_path, keras_own):
     program = [sys.executable, "-m", "tests.multiprocess.tensorboard_program", "multi_worker_mirrored"]
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
     command = ["timeout", "-k", "5", "200", *program, str(tmp_path), options]
-    assert Launcher(command, local_cluster(2), tmp_path / "logs", environ, max_restarts=1).run() == 0
+    assert Launcher(Options(command, local_cluster(2), tmp_path / "logs", environ, max_restarts=1)).run() == 0
     found = curves(tmp_path)
     check(found, keras_own)
     assert found.keys() == {"train", "validation", "worker-1", "hparams"}
@@ -240,7 +241,7 @@ def test_the_curves_of_parameter_servers_go_on_after_a_kill(tmp_path, keras_own)
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
     command = ["timeout", "-k", "5", "200", *command]
     with server(tmp_path / "curves") as ask:
-        assert Launcher(command, local_cluster(1, 1), tmp_path / "logs", environ, max_restarts=1).run() == 0
+        assert Launcher(Options(command, local_cluster(1, 1), tmp_path / "logs", environ, max_restarts=1)).run() == 0
         found = wait(ask, has_read(tmp_path / "curves"))
     assert found.keys() == {"train", "validation", "hparams"}  # workers and servers write nothing
     for run, tags in found.items():

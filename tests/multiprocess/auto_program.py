@@ -4,7 +4,7 @@ import os
 import sys
 
 from tests.multiprocess import harness
-from tfdist.collectives import shared_memory_rendezvous
+from tfdist.collectives import shared_memory_rendezvous, tcp_door
 from tfdist.collectives.buffer_transport import NoTransportError
 
 out, situation = sys.argv[2:]
@@ -14,9 +14,15 @@ def no_memory(size):
     raise NoTransportError(f"no memory of {size} bytes")
 
 
-if situation == "apart":  # each worker on a host of its own, for all that tfdist knows
+def no_ports(address, hello, token, seconds):
+    raise TimeoutError("timed out")
+
+
+if situation in ("apart", "no ports"):  # each worker on a host of its own, for all that tfdist knows
     shared_memory_rendezvous.host_key = lambda: str(os.getpid())
-elif situation == "no memory":
+if situation == "no ports":
+    tcp_door.call = no_ports
+if situation == "no memory":
     shared_memory_rendezvous._reserve = no_memory
 
 import tfdist  # noqa: E402 (what is above must be there when the Trainer chooses)

@@ -6,7 +6,7 @@ import signal
 import sys
 
 import tfdist
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 strategy, out, kill = sys.argv[1], pathlib.Path(sys.argv[2]), int(sys.argv[3])
 how = {"devices": 2} if strategy == "mirrored" else {}

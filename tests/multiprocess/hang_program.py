@@ -10,7 +10,7 @@ import time
 
 import tfdist
 from tests.multiprocess import harness
-from tfdist.runtime import phase
+from tfdist.runtime.report import phase
 from tfdist.training import hangs, lost_workers
 
 how, limit = sys.argv[1], float(sys.argv[2])

@@ -7,7 +7,7 @@ import pathlib
 import pickle
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import numpy as np
@@ -18,6 +18,7 @@ from tests.multiprocess.roles import Roles
 from tfdist.cluster import local_cluster
 from tfdist.collectives import shared_memory_rendezvous
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
 
 ROOT = pathlib.Path(__file__).parents[2]
 TIMEOUT = 600
@@ -40,27 +41,39 @@ def run(
         transport: What `transport` returns in the program.
     """
     command = fork_server.command(f"tests.multiprocess.{module}", strategy, str(out), *args)
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
+    is_cluster = strategy.startswith("multi_worker")
+    run_command(command, out, size if is_cluster else 0, {TRANSPORT: transport} if transport else {})
+    return [load(out, rank) for rank in range(size if is_cluster else 1)]
+
+
+def run_command(command: list[str], out: pathlib.Path, workers: int, environ: Mapping[str, str] = {}) -> None:
+    """Runs a command in one process, or as the workers of a cluster, whose logs are in the folder; it must succeed."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", **environ}
     environ.pop("TF_CONFIG", None)
-    environ |= {TRANSPORT: transport} if transport else {}
-    if not strategy.startswith("multi_worker"):
+    if not workers:
         done = subprocess.run(command, env=environ, cwd=ROOT, capture_output=True, text=True, timeout=TIMEOUT)
         assert done.returncode == 0, done.stdout + done.stderr
-        return [load(out, 0)]
+        return
     shown = io.BytesIO()
-    code = Launcher(["timeout", str(TIMEOUT), *command], local_cluster(size), out / "logs", environ, output=shown).run()
+    options = Options(["timeout", str(TIMEOUT), *command], local_cluster(workers), out / "logs", environ)
+    code = Launcher(options, output=shown).run()
     assert code == 0, shown.getvalue().decode()
-    return [load(out, rank) for rank in range(size)]
 
 
 def run_roles(module: str, folder: pathlib.Path, workers: int, *cases: str) -> tuple[dict[str, Any], str, pathlib.Path]:
     """Runs `tests.multiprocess.<module>` with two parameter servers; returns the chief's results, its log, and their folder."""
     command = fork_server.command(f"tests.multiprocess.{module}", str(folder / "out"), *cases)
+    log = run_command_in_roles(command, folder, workers)
+    return load(folder / "out", 0), log, folder / "out"
+
+
+def run_command_in_roles(command: list[str], folder: pathlib.Path, workers: int) -> str:
+    """Runs a command with two parameter servers; it must succeed. Returns the chief's log."""
     with Roles(command, folder / "roles", workers) as roles:
-        code = roles.wait("chief:0", 300)
+        code = roles.wait("chief:0", TIMEOUT)
         assert code == 0, roles.log("chief:0")
         assert [roles.wait(task, 60) for task in roles.processes] == [0] * len(roles.processes), "every role ends"
-        return load(folder / "out", 0), roles.log("chief:0"), folder / "out"
+        return roles.log("chief:0")
 
 
 def transport() -> dict[str, str]:

@@ -7,7 +7,7 @@ import sys
 import time
 
 import tfdist
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 trainer = tfdist.Trainer("one_device", cluster=False, backup_dir=pathlib.Path(sys.argv[1], "backup"))
 

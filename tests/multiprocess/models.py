@@ -67,9 +67,9 @@ FURTHER = {
     "one_device": ("further_parity", "further_inference"),
     "mirrored": (
         *("coverage", "trainer_fit", "inference", "everything", "noise", "fine_tuning"),
-        *("further_parity", "further_inference", "bare_noise"),
+        *("further_parity", "further_inference", "further_noise"),
     ),
-    "multi_worker_mirrored": ("further_parity", "further_inference", "bare_noise"),
+    "multi_worker_mirrored": ("further_parity", "further_inference", "further_noise"),
     "central_storage": (),
 }
 

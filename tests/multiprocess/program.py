@@ -212,7 +212,7 @@ class Noise(keras.layers.Layer):
         return x
 
 
-def noise(ways=("trainer", "eager")):
+def noise(ways=("trainer",)):
     """What this process's replicas have drawn, `[way, step, replica, kind, 16]`, twice each; seeds after a state tree."""
     found = {}
     for way in ways:
@@ -243,9 +243,9 @@ def noise(ways=("trainer", "eager")):
     return {"draws": found, "before": before, "after": states()}
 
 
-def bare_noise():
-    """The same of the model's own fit."""
-    return noise(["bare"])
+def further_noise():
+    """The same of the model's own fit, and without graphs."""
+    return noise(["bare", "eager"])
 
 
 class ChiefReads(keras.callbacks.Callback):
@@ -337,7 +337,7 @@ SCENARIOS = (
     fine_tuning,
     further_parity,
     further_inference,
-    bare_noise,
+    further_noise,
 )
 chosen = chosen or models.QUICK[name]
 results = {scenario.__name__: scenario() for scenario in SCENARIOS if scenario.__name__ in chosen}

@@ -3,6 +3,7 @@
 Arguments: a folder for the results, names of scenarios (without any, those of the default tier).
 """
 
+import contextlib
 import os
 import pathlib
 import sys
@@ -136,15 +137,16 @@ def train_digits():
     # Of training steps, each in a thread: when the chief has begun it, the step itself, its end, and that of what the chief does.
     spans, call, start, current = [], worker_step.WorkerStep.call, Scheduler.start, threading.local()
 
-    def starting(self, function, *args):
-        def timed(worker):
+    def starting(self, function, results, key, kind, running):
+        @contextlib.contextmanager
+        def timed():
             current.span = [time.monotonic()]
-            result = function(worker)
+            with running():
+                yield
             if len(current.span) == 3:
                 spans.append((*current.span, time.monotonic()))
-            return result
 
-        return start(self, timed, *args)
+        return start(self, function, results, key, kind, timed)
 
     def timing(self, traced, data, given):
         begin = time.monotonic()
@@ -160,9 +162,9 @@ def train_digits():
             model,
             lambda context: task.train_data(context, BATCH, 0),
             validation_data=task.eval_data(BATCH),
-            epochs=10,
+            epochs=3,
             steps_per_epoch=22,
-            callbacks=[recorder, TensorBoard(OUT / "curves", 220, gradient_norm=True, histogram_freq=10)],
+            callbacks=[recorder, TensorBoard(OUT / "curves", 66, gradient_norm=True, histogram_freq=10)],
             verbose=0,
         )
     finally:

@@ -1,5 +1,6 @@
 """Trains with backups, and kills itself at a step. Arguments: strategy, output folder, devices of this process (or the replicas of
-all workers, as `replicas=4`), the folder of the backups (`{rank}` stands for the rank), the compression, and the step, 0 for none. Without devices
+all workers, as `replicas=4`), the folder of the backups (`{rank}` stands for the rank), the compression (or `sharded`: the optimizer's
+slots are split; or `rounded`: weights travel as bfloat16, too; or `local`: workers train alone), and the step, 0 for none. Without devices
 the job is elastic, and only its last worker kills itself, once.
 
 Stores the hashes of the weights and of the optimizer's variables, and the history.
@@ -23,8 +24,20 @@ rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os
 backup = tfdist.BackupAndRestore(
     folder.replace("{rank}", str(rank)), save_freq=1 if devices else 3, delete_checkpoint=False
 )
-compressions = {"none": None, "powersgd": tfdist.CompressionConfig("powersgd", start_powerSGD_iter=0)}
+compressions = {
+    "none": None,
+    "sharded": None,
+    "local": None,
+    "rounded": None,
+    "powersgd": tfdist.CompressionConfig("powersgd", start_powerSGD_iter=0),
+}
 options = harness.transport() if name == "multi_worker_mirrored" else {}
+if compression in ("sharded", "rounded"):
+    options["shard_optimizer"] = True
+if compression == "rounded":
+    options["weights_dtype"] = "bfloat16"
+if compression == "local":
+    options |= {"sync_every": 6, "outer": tfdist.Outer(learning_rate=0.7, momentum=0.9)}
 if devices:
     field, _, number = devices.rpartition("=")
     options[field or "devices"] = int(number)
@@ -64,16 +77,14 @@ def loss(y_true, y_pred):
 
 class KillsItself(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
-        if not devices and len(trainer.cluster.tasks()) < 4:
-            time.sleep(0.3)  # so that a host can come back in the meantime
+        fewer, seconds = os.environ.get("TFDIST_TEST_WAITS", "4 0.3").split()
+        if not devices and len(trainer.cluster.tasks()) < int(fewer):
+            time.sleep(float(seconds))  # so that a host can come back in the meantime
         if int(self.model.optimizer.iterations.numpy()) == int(kill_at):
             if not devices:
                 if rank < 3 or os.path.exists(f"{out}-killed"):
                     return
                 open(f"{out}-killed", "x").close()
-                if "TFDIST_TEST_KILLS_LAUNCHER" in os.environ:  # as if the host vanished: a guardian kills its tasks
-                    os.kill(os.getppid(), signal.SIGKILL)
-                    time.sleep(60)
             os.kill(os.getpid(), signal.SIGKILL)
 
 

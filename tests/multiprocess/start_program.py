@@ -18,7 +18,8 @@ import tensorflow as tf
 
 import tfdist
 from tfdist.cluster import from_tf_config, greeting, preflight
-from tfdist.runtime import process_end
+from tfdist.runtime.end import process_end
+from tfdist.runtime.report import progress
 
 THIEF = """
 import os, socket, sys, time
@@ -30,7 +31,7 @@ while os.getppid() == int(sys.argv[2]):
 WATCHING = ("tfdist-start", "tfdist-signals")
 strategy, lost, how, timeout, backups = sys.argv[1:]
 cluster, task = from_tf_config(os.environ["TF_CONFIG"])
-is_first = how != "steal once" or pathlib.Path(os.environ["TFDIST_PROGRESS"], "restarts").read_text().split() == ["0"]
+is_first = how != "steal once" or not progress.restarts()
 set_action = process_end._set_action
 wait, name_owner = preflight.wait_until_reachable, greeting.naming_port_owner
 

@@ -10,7 +10,7 @@ import signal
 import sys
 
 import tfdist
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 out, options = pathlib.Path(sys.argv[2]), {"kills": [], "steps_per_execution": 1, "profile_steps": ""}
 options |= json.loads(sys.argv[3])

@@ -27,7 +27,7 @@ CASES = (
 )
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
 TRAININGS = [f"{case}:{compression}" for compression in COMPRESSIONS for case in CASES]
-QUICK = ("cnn:none", "executions:int8", "transformer:powersgd", "embedding:bf16")
+QUICK = ("cnn:none", "synchronized_normalization:none", "executions:int8", "transformer:powersgd")
 SIX = ("cnn:none",)  # with six replicas
 # Workers, the devices of each, and how their gradients travel; one alone sends none.
 QUICK_CLUSTERS = ((2, 2, "shared_memory"), (4, 1, "grpc"))
@@ -36,9 +36,12 @@ CLUSTERS_OF_SIX = ((6, 1, "shared_memory"), (6, 1, "grpc"), (3, 2, "shared_memor
 
 # In `make test-all` one cluster runs a training: another one for each compression of a case, and for each case of a compression.
 EVERY = [(*cluster, training) for cluster in CLUSTERS for training in TRAININGS]
-QUICK_ONES = [(*cluster, training) for cluster in QUICK_CLUSTERS for training in QUICK]
+QUICK_ONES = [
+    *((*QUICK_CLUSTERS[0], training) for training in QUICK if training != "executions:int8"),
+    (*QUICK_CLUSTERS[1], "executions:int8"),
+]
 NEXT_ONES = [(*CLUSTERS[sum(divmod(i, len(CASES))) % len(CLUSTERS)], each) for i, each in enumerate(TRAININGS)]
-FULL_ONES = [each for each in NEXT_ONES if each not in QUICK_ONES]
+FULL_ONES = [each for each in [*NEXT_ONES, (*QUICK_CLUSTERS[1], "cnn:none")] if each not in QUICK_ONES]
 SLOW_ONES = [each for each in EVERY if each not in {*QUICK_ONES, *FULL_ONES}]
 
 

@@ -12,6 +12,8 @@ pytestmark = pytest.mark.timeout(600)
 HOSTS = "the workers are on 2 hosts"
 NO_MEMORY = r"all workers share a host, and shared_memory is not possible: rank 0: no memory of \d+ bytes"
 
+NO_PORTS = HOSTS + r", and tcp is not possible: rank 1 cannot reach rank 0 at [\d.:]+: TimeoutError: timed out"
+
 
 def check(found, transport, reason, expected):
     for results in found:
@@ -32,9 +34,10 @@ def expected(runs):
     ("situation", "size", "transport", "reason"),
     [
         ("as it is", 2, "shared_memory", "all workers share a host"),
-        ("apart", 2, "grpc", HOSTS),
+        ("apart", 2, "tcp", HOSTS),
         pytest.param("as it is", 3, "shared_memory", "all workers share a host", marks=pytest.mark.full),
-        pytest.param("no memory", 2, "grpc", NO_MEMORY, marks=pytest.mark.full),
+        pytest.param("no memory", 2, "tcp", NO_MEMORY, marks=pytest.mark.full),
+        pytest.param("no ports", 2, "grpc", NO_PORTS, marks=pytest.mark.full),
         pytest.param("as it is", 1, "grpc", "there is one worker", marks=pytest.mark.full),
     ],
 )
@@ -52,7 +55,7 @@ def test_workers_of_several_hosts_that_mpirun_has_started_take_mpi(tmp_path, exp
     check(found, "mpi", f"the workers are on {size} hosts, and MPI has started them", expected)
 
 
-@pytest.mark.full  # `apart`, above, trains over gRPC
+@pytest.mark.full
 @pytest.mark.parametrize("cases", [CASES[:5], CASES[5:]])
 def test_workers_train_by_grpc_what_one_process_does(stock, tmp_path, cases):
     found = harness.run("fit_program", "multi_worker_mirrored", tmp_path, *cases, transport="grpc")

@@ -35,20 +35,23 @@ def test_a_worker_that_is_killed_during_an_upload_loses_nothing_older(tmp_path, 
 FIRST, LAST = "/run/step-4/", "/run/step-12-end/"
 
 
+def fail_first_and_last(path):
+    """Answers the uploads of the worker's part of the first backup, and of the last one."""
+    if f"{FIRST}rank-1" in path:
+        return 500
+    if f"{LAST}rank-1" in path:
+        return 403
+    return None
+
+
 @pytest.mark.parametrize(
     ("fails", "warned", "error", "kept"),
     [
-        # The worker's part of the first backup: all agree that it is lost, and the next one is complete.
+        # The worker's part of the first backup: all agree that it is lost, and the next one is complete. Nobody may write
+        # the last one: the training has been done, and ends with an error on both.
         (
-            lambda path: 500 if f"{FIRST}rank-1" in path else None,
+            fail_first_and_last,
             ("this task's part of the backup step-4 could not be uploaded: ", "(worker:1). The training continues; there is no backup yet; the next"),
-            "",
-            {"step-12", "step-12-end"},
-        ),
-        # Nobody may write the last one: the training has been done, and ends with an error on both.
-        (
-            lambda path: 403 if f"{LAST}rank-1" in path else None,
-            (),
             f"BackupError: The last backup, step-12-end, could not be uploaded: s3://backups{LAST}rank-1.data-00000-of-00001 cannot be written: no "
             "permission (AccessDenied of the test) (worker:1). The newest backup is step-12. Check",
             {"step-8", "step-12"},
@@ -61,7 +64,7 @@ FIRST, LAST = "/run/step-4/", "/run/step-12-end/"
             set(),
         ),
     ],
-    ids=["500", "403 at the end", "403 at the start"],
+    ids=["500 first and 403 at the end", "403 at the start"],
 )  # fmt: skip
 def test_all_workers_decide_the_same_on_a_failed_upload(tmp_path, s3, fails, warned, error, kept):  # noqa: F811
     s3.rule = lambda method, path, body: fails(path) if method == "PUT" else None

@@ -92,7 +92,16 @@ FULL = [
     "moving_average_overwrites",
     "accumulation_of_embeddings",
     "mixed_float16",
-    "bare own_steps",  # as test_model_methods.py has it
+    "bare own_steps",  # as tests/cases has it
+    "bare text_vectorization",
+    "bare five_dimensions",
+    "string_lookup",
+    "ragged",
+    "odd_first_batch",
+    "functions_of_unequal_length",
+    "generator",  # python_data in tests/cases
+    "finite_generator",
+    "py_dataset",
 ]
 SLOW = [
     "tuple_arrays",
@@ -147,9 +156,10 @@ BETWEEN_WORKERS = [
     "inf_on_one_replica",
 ]
 # Trained by two workers of two replicas each, too.
-QUICK_OF_FOUR = ("short_last_batch", "masked_steps", "rows_of_words")
+QUICK_OF_FOUR = ("short_last_batch", "rows_of_words")
 OF_FOUR = (
     *QUICK_OF_FOUR,
+    "masked_steps",
     "dict_dataset",
     "string_lookup",
     "ragged",
@@ -250,8 +260,7 @@ def test_so_does_a_bare_fit(plain, ranks, strategy, case):
         assert difference(results[f"bare {case}"]["weights"], plain(case)["weights"]) < 1e-5
 
 
-@pytest.mark.parametrize("strategy", ["mirrored", "multi_worker_mirrored"])
-@pytest.mark.parametrize("case", PYTHON_DATA)
+@with_two_replicas(PYTHON_DATA)
 def test_data_from_python_feed_all_replicas(plain, ranks, strategy, case):
     for results in ranks(strategy, case):
         assert difference(results[case], plain(case)) < 1e-5

@@ -1,6 +1,15 @@
 """Workers whose calls or data do not go together all end, with one sentence that says what each did."""
 
+import io
+import os
+
 import pytest
+
+from tests.helpers import fork_server
+from tests.multiprocess import harness
+from tfdist.cluster import local_cluster
+from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
 
 SHORT = "A dataset has fewer batches on some workers than on others (worker:0 was in {0}, without data left; worker:1 was in {0}). Give all"
 UNLIKE = "Workers did different things at once: worker:0 was in {}; worker:1 was in {}. All must make the same calls"
@@ -22,3 +31,17 @@ UNLIKE = "Workers did different things at once: worker:0 was in {}; worker:1 was
 def test_all_workers_say_what_each_did(runs, case, sentence):
     for results in runs("multi_worker_mirrored", "mismatched_calls_program", case)[0]:
         assert results["said"].startswith(sentence), results["said"]
+
+
+def test_another_model_is_told_as_its_variables_are_made_and_is_not_started_again(tmp_path):
+    command = fork_server.command(
+        "tests.multiprocess.mismatched_calls_program", "multi_worker_mirrored", str(tmp_path), "model"
+    )
+    shown, environ = io.BytesIO(), {**os.environ, "PYTHONPATH": str(harness.ROOT)}
+    options = Options(["timeout", "300", *command], local_cluster(2), tmp_path / "logs", environ, max_restarts=2)
+    assert Launcher(options, output=shown).run() == 2
+    said = shown.getvalue().decode()
+    sentence = "All workers must build the same model. Received: variable sequential_1/dense_1/kernel, of"
+    assert f"ConfigError: {sentence}" in said
+    assert "an invalid command line or configuration would fail again; ending all tasks" in said
+    assert "restart 1/2" not in said

@@ -69,9 +69,10 @@ def undisturbed(tmp_path_factory):
         return {end}
 
 
-@pytest.mark.parametrize(("how", "seconds"), tiers.cases(OUTAGES, quick=1, slow=SLOW))
-def test_workers_go_on_after_an_outage(hosts, tmp_path, undisturbed, how, seconds):
-    with roles_on(hosts, tmp_path, "worker:1", "multi_worker_mirrored", "grpc") as roles:
+@pytest.mark.parametrize("transport", ["grpc", pytest.param("tcp", marks=pytest.mark.full)])
+@pytest.mark.parametrize(("how", "seconds"), tiers.cases(OUTAGES, quick=0, slow=SLOW))
+def test_workers_go_on_after_an_outage(hosts, tmp_path, undisturbed, how, seconds, transport):
+    with roles_on(hosts, tmp_path, "worker:1", "multi_worker_mirrored", transport) as roles:
         interrupt(hosts, tmp_path / "told", "worker:0", how, seconds)
         assert [roles.wait(task, 200) for task in WORKERS] == [0, 0], roles.log("worker:0") + roles.log("worker:1")
         assert ends(roles.log("worker:0")) == ends(roles.log("worker:1")) == undisturbed

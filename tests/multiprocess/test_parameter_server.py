@@ -24,30 +24,33 @@ def results(program):
     return program[0]
 
 
+EPOCHS, STEPS = 3, 22  # of the digits; test_train.py trains them to 97 %
+
+
 def test_digits_reach_their_accuracy_with_the_keys_of_keras(results):
     history = results["train_digits"]["history"]
-    assert history["val_accuracy"][-1] >= 0.97
+    assert history["val_accuracy"][-1] >= 0.8
     assert list(history) == ["accuracy", "loss", "val_accuracy", "val_loss"], "as plain Keras sorts them"
-    assert results["train_digits"]["epoch"] == list(range(10))
+    assert results["train_digits"]["epoch"] == list(range(EPOCHS))
 
 
 def test_iterations_are_exact_and_in_the_saved_model(program):
     results, _, out = program
-    assert results["train_digits"]["iterations"] == [22 * epoch for epoch in range(1, 11)]
+    assert results["train_digits"]["iterations"] == [STEPS * epoch for epoch in range(1, EPOCHS + 1)]
     model = keras.models.load_model(out / "digits.keras")
-    assert model.optimizer.iterations.numpy() == 220
+    assert model.optimizer.iterations.numpy() == EPOCHS * STEPS
     assert results["train_digits"]["report"]["retried_steps"] == 0
 
 
 def test_history_equals_the_sum_of_what_steps_returned(results):
     digits = results["train_digits"]
-    assert len(digits["counted"]) == 220
-    for epoch, steps in enumerate(np.reshape(digits["counted"], (10, 22, -1))):
+    assert len(digits["counted"]) == EPOCHS * STEPS
+    for epoch, steps in enumerate(np.reshape(digits["counted"], (EPOCHS, STEPS, -1))):
         total = np.float32(0)
         for step in steps:
             total += step
         loss, examples, right, seen, iterations = total
-        assert examples == seen == 22 * 64 and iterations == 22
+        assert examples == seen == STEPS * 64 and iterations == STEPS
         assert digits["history"]["loss"][epoch] == loss / examples
         assert digits["history"]["accuracy"][epoch] == right / seen
 
@@ -60,7 +63,7 @@ def test_tensorboard_has_how_far_steps_overlap(program):
     least = np.count_nonzero((end > begin.T) & (outer_end < end.T), axis=0).mean()
     most = np.count_nonzero((outer_end > outer_begin.T) & (end < outer_end.T), axis=0).mean() - 1  # itself
     ((step, staleness),) = train["ps/staleness"]
-    assert step == len(end) == 220
+    assert step == len(end) == EPOCHS * STEPS
     assert least - 1e-4 <= staleness <= most + 1e-4 and staleness > 0.3, "of two workers"
     ((_, in_flight),) = train["ps/steps_in_flight"]
     assert 2 < in_flight <= 2 * scheduler.MAX_IN_FLIGHT
@@ -74,11 +77,15 @@ def test_tensorboard_has_how_far_steps_overlap(program):
 def test_batch_hooks_come_once_a_step_in_order_with_logs(results):
     digits = results["train_digits"]
     one_epoch = list(itertools.chain.from_iterable((("begin", step), ("end", step)) for step in range(22)))
-    assert digits["hooks"] == list(itertools.chain.from_iterable([*one_epoch, ("epoch", epoch)] for epoch in range(10)))
+    assert digits["hooks"] == list(
+        itertools.chain.from_iterable([*one_epoch, ("epoch", epoch)] for epoch in range(EPOCHS))
+    )
     assert all(set(logs) == {"accuracy", "loss"} for logs in digits["logs"])
-    for epoch in range(10):
-        assert digits["logs"][22 * epoch + 21]["loss"] == digits["history"]["loss"][epoch], "complete at the last step"
-    assert len({logs["loss"] for logs in digits["logs"]}) >= 2 * 10, "they move"
+    for epoch in range(EPOCHS):
+        assert digits["logs"][STEPS * epoch + STEPS - 1]["loss"] == digits["history"]["loss"][epoch], (
+            "complete at the last step"
+        )
+    assert len({logs["loss"] for logs in digits["logs"]}) >= 2 * EPOCHS, "they move"
 
 
 def test_evaluate_and_the_saved_model_agree(program):

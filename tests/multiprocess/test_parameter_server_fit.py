@@ -57,7 +57,20 @@ FIT_CASES = [
     "output_losses",
 ]
 # Each of these goes the way of others: the first ones of executions, texts, amid and predict_first.
-FULL = ("arrays", "dataset", "inside")
+FULL = (
+    "arrays",
+    "dataset",
+    "inside",
+    "runs_out",
+    "initial_epoch_sample_weight",
+    "added_losses_momentum",
+    "rates",
+    "several",
+    "own_loss",
+    "two_optimizers",
+    "generator",
+    "predict_first",
+)
 SLOW = ("validation_split_nadam", "steps", "class_weight", "schedule", "stopping", "own_step", "on_batches")
 PARITY = tiers.cases(
     [case for case in FIT_CASES if case not in ("placement", "masks", "output_losses")],

@@ -17,6 +17,7 @@ from tests.multiprocess.test_backup import check_equal, run_uninterrupted
 from tests.multiprocess.test_backup import run as run_backup_program
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -48,6 +49,7 @@ def nothing_is_left(tmp_path, monkeypatch):
     assert [*folder.glob("tfdist*"), *pathlib.Path("/dev/shm").glob("*tfdist*")] == []
 
 
+@pytest.mark.full  # test_any_size.py and test_tcp.py have the bits
 def test_two_workers_train_what_they_do_by_grpc_to_the_bit(tmp_path):
     found = harness.run("transport_program", "multi_worker_mirrored", tmp_path, transport="shared_memory")
     harness.check_trained_alike(found, "shared_memory")
@@ -97,7 +99,9 @@ def launch(tmp_path, *args):
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), harness.TRANSPORT: "shared_memory"}
     command = fork_server.command("tests.multiprocess.lost_worker_program", *args)
     shown = io.BytesIO()
-    code = Launcher(["timeout", "300", *command], local_cluster(2), tmp_path / "logs", environ, output=shown).run()
+    code = Launcher(
+        Options(["timeout", "300", *command], local_cluster(2), tmp_path / "logs", environ), output=shown
+    ).run()
     return code, shown.getvalue().decode()
 
 

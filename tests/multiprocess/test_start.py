@@ -13,7 +13,7 @@ from tests.helpers import fork_server
 from tests.helpers.launched_job import until
 from tests.multiprocess.roles import Roles
 from tfdist.cluster import local_cluster
-from tfdist.launch import Launcher
+from tfdist.launch import Launcher, Options
 
 
 def program(strategy, lost, how, timeout, backups=""):
@@ -85,7 +85,9 @@ def test_a_stolen_port_costs_a_restart(tmp_path):
     command = program("multi_worker_mirrored", "worker:1", "steal once", 30)
     environ = {**os.environ, "PYTHONPATH": str(pathlib.Path(__file__).parents[2]), "ROLES": str(tmp_path)}
     given = local_cluster(2)
-    launcher = Launcher(command, given, tmp_path / "logs", environ, output=output, max_restarts=1, fresh_ports=True)
+    launcher = Launcher(
+        Options(command, given, tmp_path / "logs", environ, max_restarts=1, fresh_ports=True), output=output
+    )
     assert launcher.run() == 0, output.getvalue().decode()
     said = output.getvalue().decode()
     assert re.search(r"worker:1 lost \(exit code 1: .*worker:1 cannot listen at .* is taken by pid", said)

@@ -10,6 +10,7 @@ from tests.helpers.unprivileged import open_folder
 from tests.multiprocess import harness
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
 
 
 @pytest.mark.timeout(240)
@@ -46,7 +47,7 @@ def test_a_restart_without_the_storage_trains_nothing(tmp_path):
     ]
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "TF_CPP_MIN_LOG_LEVEL": "2"}
     shown = io.BytesIO()
-    launcher = Launcher(command, local_cluster(1, 0), tmp_path / "logs", environ, output=shown, max_restarts=1)
+    launcher = Launcher(Options(command, local_cluster(1, 0), tmp_path / "logs", environ, max_restarts=1), output=shown)
     assert launcher.run() != 0
     assert "holds no backup, though this run saved one there before it was restarted" in shown.getvalue().decode()
     assert [path.name for path in tmp_path.glob("steps-*")] == ["steps-0"]

@@ -14,7 +14,7 @@ from tests.multiprocess.test_backup import COMPRESSION, check_equal, lives, run
 from tests.multiprocess.test_resize import undisturbed  # noqa: F401 (a fixture)
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.storage import Storage
-from tfdist.runtime.ownership import Ownership
+from tfdist.runtime.folders.claim import Claim
 
 pytestmark = pytest.mark.timeout(900)
 
@@ -40,7 +40,17 @@ def hosts(folder):
     ]
 
 
-def test_a_killed_run_resumes_to_the_bit_from_the_chiefs_disk(tmp_path, once):
+def check_files(folder):
+    """The chief's disk has the parts of all ranks, and the other one has no files."""
+    chiefs, others = hosts(folder)
+    assert not others
+    assert {name.split("/")[0] for name in chiefs} == {"checkpoint", "step-28", "step-30-end"}
+    manifest = Storage(str(folder / "host-0"), 0, 2).read_manifest(SavePoint(28, False))
+    assert {name.split(".")[0] for name in manifest["files"]} == {"shared", "rank-0", "rank-1"}
+
+
+@pytest.mark.full  # the next one resumes after a step
+def test_a_run_that_is_killed_as_it_saves_resumes_to_the_bit_from_the_chiefs_disk(tmp_path, once):
     # First the manifest of step 21; then rank 1's part of step 28 has just been written.
     kills = [[0, "manifest", 3], [0, "written", 5]]
     options = {"kills": kills, "folder": str(tmp_path / "host-{rank}"), "compression": COMPRESSION}
@@ -49,11 +59,7 @@ def test_a_killed_run_resumes_to_the_bit_from_the_chiefs_disk(tmp_path, once):
     check_equal(results, run_compressed(once))
     assert [life[0] for life in lives(tmp_path)] == [0, 14, 21]
     assert text.count("the tasks do not share backup_dir") == 3 and "(worker:1 on another disk)" in text
-    chiefs, others = hosts(tmp_path)
-    assert not others
-    assert {name.split("/")[0] for name in chiefs} == {"checkpoint", "step-28", "step-30-end"}
-    manifest = Storage(str(tmp_path / "host-0"), 0, 2).read_manifest(SavePoint(28, False))
-    assert {name.split(".")[0] for name in manifest["files"]} == {"shared", "rank-0", "rank-1"}
+    check_files(tmp_path)
 
 
 def test_a_chief_that_has_moved_is_refused_and_old_files_are_removed(tmp_path, once):
@@ -73,7 +79,7 @@ def test_a_chief_that_has_moved_is_refused_and_old_files_are_removed(tmp_path, o
     refusal = r"newer backup than the chief's: \S+/host-1/step-(7|14) \(worker:1\); the chief has none. Start the chief on that host"
     assert re.search(refusal, text), text
     swap()
-    with Ownership(second, "backup_dir"):
+    with Claim(second, "backup_dir"):
         code, text, _ = run(WORKERS, tmp_path, **options)
     assert (
         code != 0 and "on another host than the chief's belongs to another run, which has not ended: process" in text
@@ -81,10 +87,13 @@ def test_a_chief_that_has_moved_is_refused_and_old_files_are_removed(tmp_path, o
     write(second, 3, ranks=2, replicas=2)  # of an earlier chief
     code, text, results = run(WORKERS, tmp_path, **options)
     assert code == 0, text
+    assert "the tasks do not share backup_dir" in text and "(worker:1 on another disk)" in text
     check_equal(results, run_compressed(once))
-    assert not hosts(tmp_path)[1]
+    assert re.search(r"resuming from step (7|14)\b", text), text
+    check_files(tmp_path)
 
 
+@pytest.mark.full  # test_resize.py has it with a shared folder
 def test_another_number_of_replicas_continues_with_each_example_once(tmp_path, undisturbed):  # noqa: F811
     for number, (workers, kill_at) in enumerate([(4, 4), (2, 13), (4, 0)]):
         results, text = test_resize.run(tmp_path, number, workers, 1, "powersgd", kill_at, "host-{rank}")

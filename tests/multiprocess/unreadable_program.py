@@ -8,7 +8,7 @@ import tfdist
 from tests.helpers.unprivileged import unprivileged
 from tests.multiprocess import harness
 from tfdist.backup import search
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 trainer = tfdist.Trainer(sys.argv[1])
 

@@ -57,7 +57,7 @@ def test_a_count_of_examples_is_refused_also_in_full_batches(mirrored, rows, com
         trainer.fit(model, X[:rows], Y[:rows], batch_size=16, verbose=0)
 
 
-@pytest.mark.parametrize("way", ["predict", *(pytest.param(w, marks=pytest.mark.full) for w in ("evaluate", "bare"))])
+@pytest.mark.parametrize("way", ["predict", "bare", pytest.param("evaluate", marks=pytest.mark.full)])
 def test_a_count_of_examples_is_refused_outside_of_a_training_too(mirrored, way):
     trainer = tfdist.Trainer(mirrored)
     model = counting(trainer, examples)
@@ -153,3 +153,17 @@ def test_weights_set_outside_of_replicas_are_left_alone(mirrored):
     model = counting(trainer, lambda x: 1)
     trainer.fit(model, X, Y, epochs=2, batch_size=32, verbose=0, callbacks=[Halve()])
     assert int(model.layers[0].count.numpy()) == 1
+
+
+class Unseeded(keras.optimizers.SGD):
+    def update_step(self, gradient, variable, learning_rate):
+        super().update_step(gradient + rng.standard_normal(gradient.shape).astype("float32"), variable, learning_rate)
+
+
+def test_an_update_that_differs_between_replicas_ends_the_training(mirrored):
+    trainer = tfdist.Trainer(mirrored)
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile(Unseeded(RATE), "mse")
+    with pytest.raises(tfdist.ConfigError, match=r"The weight .*kernel is not the same .* the optimizer's update"):
+        trainer.fit(model, X, Y, batch_size=16, verbose=0)

@@ -10,6 +10,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 
 KINDS = ("tf.random", "tf.function", "tf.cond", "tf.nn.dropout", "keras.random")
 
@@ -63,13 +64,16 @@ def trainer(mirrored):
 
 @pytest.mark.parametrize(
     ("way", "arguments"),
-    [
-        ("trainer", {}),
-        pytest.param("trainer", {"dataset": True}, marks=pytest.mark.full),  # arrays become a dataset
-        ("trainer", {"steps_per_execution": 4}),
-        ("trainer", {"run_eagerly": True}),
-        ("bare", {}),
-    ],
+    tiers.cases(
+        [
+            ("trainer", {"steps_per_execution": 4}),
+            ("bare", {}),
+            ("trainer", {}),
+            ("trainer", {"dataset": True}),
+            ("trainer", {"run_eagerly": True}),
+        ],
+        quick=2,
+    ),
 )
 def test_replicas_and_steps_draw_numbers_of_their_own(trainer, way, arguments):
     drawn, again, other = (draw(trainer, seed, way, **arguments) for seed in (3, 3, 4))

@@ -30,7 +30,7 @@ def run(*arguments, **environ):
     return done.returncode, done.stdout, done.stderr
 
 
-@pytest.mark.parametrize(("level", "is_shown"), [(None, False), ("0", True)])
+@pytest.mark.parametrize(("level", "is_shown"), [(None, False), pytest.param("0", True, marks=pytest.mark.full)])
 def test_a_command_shows_the_log_if_the_user_has_set_its_level(tmp_path, level, is_shown):
     code, output, errors = run(*TRAIN, f"--workdir={tmp_path}", **({"TF_CPP_MIN_LOG_LEVEL": level} if level else {}))
     assert code == 0 and output.startswith(b"one_device: 1 replica"), errors
@@ -52,3 +52,8 @@ def test_what_is_not_of_the_log_is_kept_also_if_the_process_is_aborted(end, fail
     assert (code != 0) == fails
     assert errors.startswith(b"a line of mine\nF0000 00:00:1.2 3 port.cc:153] no AVX\nthe last words")
     assert errors.endswith(expected) and LOG not in errors
+
+
+def test_a_level_that_the_user_has_set_is_heeded():
+    code, _, errors = run("-c", IMPORT.format(end="pass"), TF_CPP_MIN_LOG_LEVEL="0")
+    assert code == 0 and LOG in errors

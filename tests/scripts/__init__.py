@@ -1,7 +1,7 @@
 """Scripts of the kinds that users have, each of our own making and small: as plain Keras runs them, they run under a Trainer.
 
 A script takes `scope`, within which it builds and compiles, as `with trainer.scope():` does; the rest is plain Keras. It returns the
-numbers that a run under a strategy must have in common with a plain one.
+numbers that its user looks at.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ class Script:
     Attributes:
         kind: What `docs/scripts.md` calls it.
         run: `run(scope) -> numbers`.
-        differs: Why its numbers may differ from those of one device, or an empty text where they may not.
+        differs: Why its training differs from that of one device, or is not compared; an empty text where it must be equal.
         lines: How many lines the Trainer adds or changes, besides indentation.
     """
 

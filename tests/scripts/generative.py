@@ -1,4 +1,4 @@
-"""Generative models: those whose random numbers differ between replicas, as they must; see model_methods_program.py for those without any."""
+"""Generative models: those whose random numbers differ between replicas, as they must; see tests/cases/sources/model_methods.py for those without any."""
 
 import keras
 import numpy as np

@@ -57,7 +57,7 @@ def siamese(scope):
     return history, embed(X).numpy()
 
 
-@script("Supervised contrastive learning: a loss of your own over a batch's pairs, then a classifier", differs=_WITHIN)
+@script("Supervised contrastive learning: a loss of your own over a batch's pairs, then a classifier")
 def contrastive(scope):
     class Contrastive(keras.losses.Loss):
         def call(self, labels, vectors):

@@ -3,7 +3,6 @@
 import json
 import os
 import pathlib
-import tempfile
 
 import keras
 import numpy as np
@@ -24,14 +23,9 @@ def dense(optimizer=None, **arguments):
     return model
 
 
-def folder():
-    """A folder that all tasks of a run have in common."""
-    return pathlib.Path(os.environ.get("SCRIPTS_FOLDER") or tempfile.mkdtemp())
-
-
 @script("Keras' distributed guide: all within the scope, ModelCheckpoint, continue from the newest file", lines=1)
 def guide(scope):
-    place = folder() / "guide"
+    place = pathlib.Path() / "guide"
     place.mkdir(exist_ok=True, parents=True)
     with scope():
         model = dense()
@@ -71,7 +65,7 @@ def accumulation(scope):
 
 @script("Moving averages of the weights: use_ema, SwapEMAWeights, ModelCheckpoint of the averages")
 def averages(scope):
-    place = folder() / "averaged.weights.h5"
+    place = pathlib.Path() / "averaged.weights.h5"
     with scope():
         model = dense(keras.optimizers.SGD(0.1, use_ema=True, ema_momentum=0.5))
     swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
@@ -85,7 +79,7 @@ def averages(scope):
 
 @script("Mixed precision, steps_per_execution, TensorBoard")
 def faster(scope):
-    place = folder() / "logs"
+    place = pathlib.Path() / "logs"
     with scope():
         policy = keras.mixed_precision.DTypePolicy("mixed_bfloat16")
         layer = layers.Dense(2, dtype=policy)
@@ -97,7 +91,7 @@ def faster(scope):
 
 @script("TFRecord files of unequal length: interleave, parse, batch, repeat with steps_per_epoch")
 def records(scope):
-    place = folder() / f"records{os.getpid()}"
+    place = pathlib.Path() / f"records{os.getpid()}"
     place.mkdir(parents=True)
     draw = np.random.default_rng(6)  # not the module's, of which each script would change what the next one draws
     for number, rows in enumerate((3, 9, 6)):
@@ -131,7 +125,7 @@ def lora(scope):
 
 @script("Fine-tuning by fit, save, load and fit again, with JSON and weights")
 def saved(scope):
-    place = folder()
+    place = pathlib.Path()
     with scope():
         model = dense()
     first = run(model, X, Y)
@@ -167,7 +161,7 @@ def search(scope):
             model.compile(sgd(), "mse")
         return model
 
-    place = folder() / f"search{os.getpid()}"
+    place = pathlib.Path() / f"search{os.getpid()}"
     tuner = keras_tuner.GridSearch(build, "loss", max_trials=3, directory=place, project_name="p")
     tuner.search(X, Y, epochs=1, batch_size=6, shuffle=False, verbose=0)
     return sorted(trial.hyperparameters.get("units") for trial in tuner.oracle.trials.values())

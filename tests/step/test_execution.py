@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import pathlib
 import re
 import time
@@ -12,6 +14,8 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
+from tfdist.compat import tf_internals
 from tfdist.errors import ConfigError
 
 README = pathlib.Path(__file__).parents[2] / "README.md"
@@ -27,7 +31,7 @@ def drop_the_last_slowly(x, y):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("strategy", ["mirrored", "one_device"])
+@pytest.mark.parametrize("strategy", tiers.cases(["mirrored", "one_device"], quick=1))
 def test_the_end_of_data_of_unknown_size_counts_for_nothing(strategy, mirrored):
     trainer = tfdist.Trainer(mirrored if strategy == "mirrored" else strategy)
     with trainer.scope():
@@ -69,10 +73,14 @@ def test_stock_keras_reports_what_the_readme_says():
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-@pytest.mark.parametrize("steps", [1, 3])
-@pytest.mark.parametrize("strategy", ["one_device", "central_storage"])
+@pytest.mark.parametrize(
+    ("strategy", "steps"),
+    tiers.cases(
+        itertools.product(["one_device", "central_storage"], [1, 3]), quick=[("one_device", 3), ("central_storage", 1)]
+    ),
+)
 def test_the_end_of_the_data_is_no_step(strategy, steps):
-    """keras#23084; `tests/multiprocess/reports/unknown_length.py` tests the other strategies."""
+    """keras#23084; `tests/cases/sources/unknown_length.py` tests the other strategies."""
     trainer = tfdist.Trainer(strategy)
     with trainer.scope():
         model = of_loss_nine(steps)
@@ -81,8 +89,10 @@ def test_the_end_of_the_data_is_no_step(strategy, steps):
     assert trainer.evaluate(model, data, verbose=0) == 9.0
 
 
-@pytest.mark.parametrize("wrong", [3, -1])
-@pytest.mark.parametrize("method", ["fit", "evaluate"])
+@pytest.mark.parametrize(
+    ("method", "wrong"),
+    tiers.cases(itertools.product(["fit", "evaluate"], [3, -1]), quick=[("fit", -1), ("evaluate", 3)]),
+)
 def test_a_label_out_of_range_is_said(mirrored, wrong, method):
     trainer = tfdist.Trainer(mirrored)
     with trainer.scope():
@@ -103,7 +113,7 @@ class Traced(keras.Model):
         return super().train_step(data)
 
 
-@pytest.mark.parametrize("steps", [1, 5])
+@pytest.mark.parametrize("steps", tiers.cases([5, 1], quick=1))
 def test_a_step_that_extends_keras_own_is_traced_once_for_each_replica(mirrored, steps):
     with mirrored.scope():
         inputs = keras.Input((2,))
@@ -112,3 +122,32 @@ def test_a_step_that_extends_keras_own_is_traced_once_for_each_replica(mirrored,
     x = np.ones((20, 2), np.float32)
     model.fit(x, x[:, :1], batch_size=2, epochs=2, verbose=0)
     assert model.traces == 2
+
+
+class Batches(keras.utils.PyDataset):
+    def __len__(self):
+        return 4
+
+    def __getitem__(self, index):
+        return np.ones((8, 1), np.float32), np.ones((8, 1), np.float32)
+
+
+def alive():
+    """Returns the numbers of this process's threads and of traced graphs."""
+    gc.collect()
+    graphs = [value for value in gc.get_objects() if type(value) is tf_internals.FuncGraph]
+    return len(list(pathlib.Path("/proc/self/task").iterdir())), len(graphs)
+
+
+def test_a_fit_of_a_fresh_model_leaves_no_thread_and_no_graph(mirrored):
+    trainer = tfdist.Trainer(mirrored)
+    counts = []
+    for _ in range(5):
+        with trainer.scope():
+            model = of_loss_nine()
+        model.fit(Batches(workers=2), verbose=0)
+        del model
+        counts.append(alive())
+    # A thread of TensorFlow's pools may come or go; a leak would add one thread for each fit.
+    assert counts[4][0] - counts[1][0] < 3
+    assert counts[4][1] == counts[1][1]

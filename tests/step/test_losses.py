@@ -1,4 +1,6 @@
-"""Losses and logs of a batch that two replicas share, against the arithmetic of the whole batch."""
+"""Losses of custom steps and layers, and what replicas cannot compute together: arithmetic over the whole batch, or a sentence."""
+
+from __future__ import annotations
 
 import itertools
 
@@ -9,126 +11,195 @@ import tensorflow as tf
 
 import tfdist
 from tests.helpers import tiers
-
-rng = np.random.default_rng(0)
-X = rng.standard_normal((40, 6)).astype(np.float32)
-Y = rng.standard_normal((40, 1)).astype(np.float32)
-RATE = 0.01
-
-
-@pytest.fixture(scope="module", params=tiers.cases(["one_device", "mirrored"], quick=["mirrored"]))
-def trainer(request, mirrored):
-    return tfdist.Trainer(mirrored if request.param == "mirrored" else request.param)
-
-
-class Weights:
-    """Of a linear model, and what gradient descent makes of them."""
-
-    def __init__(self):
-        self.w, self.b = np.zeros((6, 1)), np.zeros(1)
-
-    def error(self, rows):
-        return X[rows].astype(np.float64) @ self.w + self.b - Y[rows]
-
-    def descend(self, rows, sums):
-        """A step along the gradient of the squared errors' sum or mean."""
-        error = 2 * self.error(rows) / (1 if sums else len(rows))
-        self.w, self.b = self.w - RATE * X[rows].T @ error, self.b - RATE * error.sum(0)
+from tests.step.test_loss_divisors import (
+    BATCH,
+    RATE,
+    SIZE,
+    Adds,
+    X,
+    Y,
+    mean,
+    ranked,
+    square_loss,
+    sum_of_squares,
+    total,
+)
+from tfdist.errors import ConfigError
 
 
-def passes(size, batch, epochs, sums=False):
-    """Returns the weights after gradient descent, and each epoch's mean of batches' losses over examples."""
-    weights, logs = Weights(), []
-    for _ in range(epochs):
-        seen = []
-        for first in range(0, size, batch):
-            rows = np.arange(first, min(first + batch, size))
-            each = weights.error(rows) ** 2
-            seen.append((each.sum() if sums else each.mean(), len(rows)))
-            weights.descend(rows, sums)
-        logs.append(np.average([value for value, _ in seen], weights=[count for _, count in seen]))
-    return weights, logs
+@pytest.fixture(scope="module")
+def trainer(mirrored):
+    return tfdist.Trainer(mirrored)
 
 
 def linear():
-    return keras.layers.Dense(1, kernel_initializer="zeros")
+    return keras.Sequential([keras.Input((3,)), keras.layers.Dense(2)])
 
 
-def compiled(model, loss="mse", **options):
-    model.compile(keras.optimizers.SGD(RATE), loss, **options)
-    return model
+def descend(model, loss, rate):
+    """Takes a step of plain gradient descent along the gradient of `loss()`."""
+    with tf.GradientTape() as tape:
+        value = loss()
+    for variable, grad in zip(model.trainable_variables, tape.gradient(value, model.trainable_variables), strict=True):
+        variable.assign_sub(rate * grad)
 
 
-class Added(keras.layers.Layer):
-    """Adds a loss of its own: a vector, or one number."""
-
-    def __init__(self, reduce):
-        super().__init__()
-        self._reduce = reduce
-
-    def call(self, y, out):
-        self.add_loss(self._reduce((out - y) ** 2))
-        return out
+def check_weights(model, plain):
+    for found, right in zip(model.get_weights(), plain.get_weights(), strict=True):
+        np.testing.assert_allclose(found, right, rtol=1e-5, atol=2e-6)
 
 
-def adding(reduce):
-    x, y = keras.Input((6,)), keras.Input((1,))
-    return compiled(keras.Model([x, y], Added(reduce)(y, linear()(x))), None)
+def test_circle_loss_of_each_example_is_refused(trainer):
+    with trainer.scope():
+        model = linear()
+        model.compile("sgd", keras.losses.Circle(reduction="none"))
+    with pytest.raises(
+        ConfigError, match="The loss circle depends on all examples of a batch and returns a value for each"
+    ):
+        trainer.fit(model, X, Y[:, :1], batch_size=BATCH, verbose=0)
+
+
+def dataset_of(context):
+    """Batches of this worker's own, whose sizes the other replica does not know."""
+    parts = [X[:5], X[5:8], X[8:9], X[9:16], X[16:17], X[16:17]]
+    targets = [Y[:5], Y[5:8], Y[8:9], Y[9:16], Y[16:17], Y[16:17]]
+    return tf.data.Dataset.from_generator(
+        lambda: iter(zip(parts, targets, strict=True)),
+        output_signature=(tf.TensorSpec([None, 3]), tf.TensorSpec([None, 2])),
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Your input ran out of data")
+def test_a_number_of_datasets_of_functions_sees_the_batches_of_all_replicas(trainer):
+    with trainer.scope():
+        model = linear()
+        model.compile(keras.optimizers.SGD(RATE), ranked)
+    plain = linear()
+    plain.set_weights(model.get_weights())
+    trainer.fit(model, dataset_of, verbose=0)
+    for rows in (slice(0, 8), slice(8, 16), [16, 16]):
+        descend(plain, lambda: ranked(Y[rows], plain(X[rows])), RATE)  # noqa: B023
+    check_weights(model, plain)
 
 
 @pytest.mark.parametrize(
-    ("size", "jit"), tiers.cases([(33, False), (32, False), (27, True)], quick=1)
-)  # of 33 a replica's last batch is empty
-def test_a_vector_that_a_layer_adds_is_summed_over_the_batch(trainer, size, jit):
+    ("limit", "compiled", "why"),
+    [
+        (15, {}, "16 bytes of an example are more than strategy.gather_loss_bytes \\(15\\); raise it"),
+        pytest.param(
+            *(16, {"jit_compile": True}, "XLA, which jit_compile=True asks for, compiles no collectives"),
+            marks=pytest.mark.full,
+        ),
+    ],
+)
+def test_where_the_batch_is_not_gathered_the_mean_is_trained_and_said(trainer, monkeypatch, limit, compiled, why):
+    monkeypatch.setattr(trainer.strategy, "gather_loss_bytes", limit)
     with trainer.scope():
-        model = adding(lambda vector: vector)
-        model.jit_compile = jit
-    data = [X[:size], Y[:size]]
-    history = trainer.fit(
-        model,
-        data,
-        batch_size=16,
-        epochs=2,
-        shuffle=False,
-        verbose=0,
-        validation_data=(data,),
-        validation_batch_size=16,
-    ).history
-    weights, logs = passes(size, 16, 2, sums=True)
-    np.testing.assert_allclose(model.get_weights()[0], weights.w, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(history["loss"], logs, rtol=1e-4)
-    rows = [np.arange(first, min(first + 16, size)) for first in range(0, size, 16)]
-    expected = np.average([(weights.error(each) ** 2).sum() for each in rows], weights=list(map(len, rows)))
-    np.testing.assert_allclose(history["val_loss"][-1], expected, rtol=1e-4)
+        model = linear()
+        model.compile(keras.optimizers.SGD(0.0), total, **compiled)
+    with pytest.warns(UserWarning, match=f"The loss total returns one number .*: {why}") as said:
+        history = trainer.fit(model, X[:16], Y[:16], batch_size=16, epochs=2, verbose=0).history
+    assert len([each for each in said if "The loss total" in str(each.message)]) == 1
+    assert history["loss"] == pytest.approx([float(total(Y[:16], model(X[:16]))) / 2] * 2, rel=1e-5)
 
 
-class OneNumber(keras.losses.Loss):
-    def call(self, y, out):
-        return tf.reduce_mean((y - out) ** 2)
+def test_rows_that_are_no_examples_are_refused(trainer):
+    def twice(y, p):
+        return tf.reduce_sum(p[: tf.shape(p)[0] // 2] * p[tf.shape(p)[0] // 2 :])
 
-
-@pytest.mark.filterwarnings("ignore:The layer .* adds a scalar loss")
-@pytest.mark.parametrize(
-    "kind", tiers.cases(["function", "added", "object"], quick=2)
-)  # test_loss_divisors.py has Dice
-@pytest.mark.parametrize("size", tiers.cases([33, 29], quick=1))
-def test_logs_of_one_number_are_means_over_examples(trainer, kind, size):
     with trainer.scope():
-        if kind == "added":
-            model = adding(lambda vector: tf.reduce_mean(vector))
-        else:
-            loss = OneNumber() if kind == "object" else lambda y, out: tf.reduce_mean((y - out) ** 2)
-            model = compiled(keras.Sequential([keras.Input((6,)), linear()]), loss)
-    data = ([X[:size], Y[:size]],) if kind == "added" else (X[:size], Y[:size])
-    history = trainer.fit(model, *data, batch_size=16, epochs=2, shuffle=False, verbose=0).history
-    weights, logs = passes(size, 16, 2)
-    np.testing.assert_allclose(model.get_weights()[0], weights.w, rtol=1e-4, atol=1e-6)
-    np.testing.assert_allclose(history["loss"], logs, rtol=1e-5)
-    evaluated = trainer.evaluate(model, *data, batch_size=16, verbose=0)
-    np.testing.assert_allclose(evaluated, (weights.error(np.arange(size)) ** 2).mean(), rtol=1e-5)
+        x = keras.Input((3,))
+        model = keras.Model(x, keras.layers.Lambda(lambda v: tf.concat([v, -v], 0))(keras.layers.Dense(2)(x)))
+        model.compile("sgd", twice)
+    with pytest.raises(ConfigError, match=r"Each row of its y_true, y_pred and sample_weight must be an example"):
+        trainer.fit(model, X, Y, batch_size=BATCH, verbose=0)
+
+
+def test_a_number_that_does_not_depend_on_the_data_is_not_said(trainer):
+    class Own(keras.layers.Dense):
+        def call(self, x):
+            self.add_loss(0.1 * tf.reduce_sum(self.kernel**2))
+            return super().call(x)
+
+    with trainer.scope():
+        regular = [keras.layers.Dense(2, **{name: "l2"}) for name in ("kernel_regularizer", "activity_regularizer")]
+        model = keras.Sequential([keras.Input((3,)), *regular, Own(2)])
+        model.compile("sgd", "mse")
+    trainer.fit(model, X[:16], Y[:16], batch_size=16, verbose=0)  # a warning would be an error
+
+
+def test_a_loss_with_a_state_is_computed_once_a_step(trainer):
+    """A moving centre, as of self-distillation, and a count of the calls."""
+
+    class Centre(keras.losses.Loss):
+        def __init__(self):
+            super().__init__()
+            self.centre = tf.Variable(tf.zeros(2), trainable=False, aggregation=tf.VariableAggregation.MEAN)
+            self.calls = tf.Variable(0.0, trainable=False, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA)
+
+        def call(self, y, p):
+            self.calls.assign_add(1.0)
+            value = tf.reduce_mean((p - self.centre) ** 2)
+            self.centre.assign(0.9 * self.centre + 0.1 * tf.reduce_mean(y, 0))
+            return value
+
+    with trainer.scope():
+        model, loss = linear(), Centre()
+        model.compile(keras.optimizers.SGD(0.0), loss)
+    trainer.fit(model, X[:16], Y[:16], batch_size=8, shuffle=False, verbose=0)
+    assert float(loss.calls.numpy()) == 2
+    expected = 0.9 * 0.1 * Y[:8].mean(0) + 0.1 * Y[8:16].mean(0)
+    np.testing.assert_allclose(loss.centre.numpy(), expected, rtol=1e-5)
+
+
+def test_a_layer_that_adds_a_number_is_named_once_and_called_once_a_step(trainer):
+    class Counts(Adds):
+        def build(self, shape):
+            self.calls = self.add_weight(shape=(), initializer="zeros", trainable=False)
+            self.seed = keras.random.SeedGenerator(3)
+
+        def call(self, x):
+            self.calls.assign_add(1.0)
+            return super().call(x + 0 * keras.random.normal((), seed=self.seed))
+
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(2), Counts(tf.reduce_sum)])
+        model.compile("sgd", "mse")
+    with pytest.warns(UserWarning, match=r"The layer counts.* adds a scalar loss .*treated as a mean") as said:
+        trainer.fit(model, X[:16], Y[:16], batch_size=BATCH, verbose=0)
+        assert float(model.layers[1].calls.numpy()) == 2
+        trainer.evaluate(model, X[:16], Y[:16], batch_size=16, verbose=0)
+    assert len([each for each in said if "adds a scalar loss" in str(each.message)]) == 1
 
 
 class OwnStep(keras.Sequential):
+    """Trains on a sum that it declares, and logs a mean, too."""
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            error = self(x, training=True) - y
+            loss = tfdist.total(tf.reduce_sum(error**2))
+        self.optimizer.apply(tape.gradient(loss, self.trainable_variables), self.trainable_variables)
+        return {"total": loss, "mean": tf.reduce_mean(error**2)}
+
+
+def test_a_train_step_declares_its_sum_and_logs_a_mean_over_examples(trainer):
+    with trainer.scope():
+        model = OwnStep([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(0.01))
+    plain = linear()
+    plain.set_weights(model.get_weights())
+    history = trainer.fit(model, X[:13], Y[:13], batch_size=8, shuffle=False, verbose=0).history
+    for rows in (slice(0, 8), slice(8, 13)):
+        error = plain(X[rows]) - Y[rows]
+        descend(plain, lambda: total(Y[rows], plain(X[rows])), 0.01)  # noqa: B023
+    check_weights(model, plain)
+    assert history["total"] == pytest.approx([np.sum(error**2)], rel=1e-5)
+    assert history["mean"] == pytest.approx([np.mean(error**2)], rel=1e-5)
+
+
+class MeanInStep(keras.Sequential):
     """Takes the mean of the compiled loss itself."""
 
     def train_step(self, data):
@@ -139,46 +210,33 @@ class OwnStep(keras.Sequential):
         return {"value": value}
 
 
-class OwnLoss(keras.Sequential):
+class MeanInLoss(keras.Sequential):
     def compute_loss(self, x=None, y=None, y_pred=None, sample_weight=None, training=True):
         return tf.reduce_mean(self.loss(y, y_pred))
 
 
+UNREDUCED = {
+    keras.Sequential: sum_of_squares,  # Keras' own step sums what is not reduced
+    MeanInStep: mean,
+    MeanInLoss: mean,
+}
+
+
 @pytest.mark.parametrize(
     ("kind", "reduction"),
-    tiers.cases(itertools.product([OwnStep, OwnLoss], ["none", None]), quick=[(OwnStep, "none"), (OwnLoss, None)]),
+    tiers.cases(
+        itertools.product(UNREDUCED, ["none", None]),
+        quick=[(keras.Sequential, "none"), (MeanInStep, "none"), (MeanInLoss, None)],
+    ),
 )
-def test_the_mean_of_an_unreduced_loss_is_a_mean(trainer, kind, reduction):
+def test_an_unreduced_loss_is_summed_and_its_mean_is_a_mean(trainer, kind, reduction):
     with trainer.scope():
-        model = compiled(kind([keras.Input((6,)), linear()]), keras.losses.MeanSquaredError(reduction=reduction))
-    trainer.fit(model, X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    np.testing.assert_allclose(model.get_weights()[0], passes(40, 16, 2)[0].w, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize("reduction", tiers.cases(["none", None, "sum"], quick=["none", "sum"]))
-def test_a_loss_that_is_not_reduced_is_summed(trainer, reduction):
-    with trainer.scope():
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        model = compiled(keras.Sequential([keras.Input((6,)), linear()]), loss)
-    trainer.fit(model, X, Y, batch_size=16, epochs=2, shuffle=False, verbose=0)
-    np.testing.assert_allclose(model.get_weights()[0], passes(40, 16, 2, sums=True)[0].w, rtol=1e-4, atol=1e-6)
-
-
-@pytest.mark.parametrize(("steps", "size"), tiers.cases([(1, 33), (3, 40), (3, 33)], quick=2))
-def test_losses_of_single_outputs_are_means_over_examples(trainer, steps, size):
-    with trainer.scope():
-        x = keras.Input((6,))
-        model = keras.Model(x, {name: keras.layers.Dense(1, name=name)(x) for name in "ab"})
-        losses = {"a": "mse", "b": lambda y, out: tf.reduce_mean(tf.abs(y - out))}
-        model.compile(keras.optimizers.SGD(0.0), losses, steps_per_execution=steps)
-    x, y = X[:size], {"a": Y[:size], "b": Y[:size]}
-    out = model.predict_step((X,))
-    errors = {name: y[name] - out[name].numpy()[:size] for name in "ab"}
-    expected = {"a_loss": (errors["a"] ** 2).mean(), "b_loss": np.abs(errors["b"]).mean()}
-    expected["loss"] = sum(expected.values())
-    fit = {"batch_size": 16, "shuffle": False, "verbose": 0, "validation_batch_size": 16}
-    history = trainer.fit(model, x, y, validation_data=(x, y), **fit).history
-    evaluated = trainer.evaluate(model, x, y, batch_size=16, verbose=0, return_dict=True)
-    for name, value in expected.items():
-        for found in (history[name][0], history[f"val_{name}"][0], evaluated[name]):
-            np.testing.assert_allclose(found, value, rtol=1e-5, err_msg=name)
+        model = kind([keras.Input((3,)), keras.layers.Dense(2)])
+        model.compile(keras.optimizers.SGD(RATE), square_loss(reduction))
+    plain = linear()
+    plain.set_weights(model.get_weights())
+    trainer.fit(model, X, Y, batch_size=BATCH, shuffle=False, verbose=0)
+    for begin in range(0, SIZE, BATCH):
+        rows = slice(begin, begin + BATCH)
+        descend(plain, lambda: UNREDUCED[kind](Y[rows], plain(X[rows])), RATE)  # noqa: B023
+    check_weights(model, plain)

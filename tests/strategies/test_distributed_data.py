@@ -92,12 +92,13 @@ class Targets(keras.callbacks.Callback):
 @pytest.mark.parametrize(
     ("number", "epochs", "steps", "stops_at", "targets"),
     [
-        (5, 3, None, None, [100 * epoch + each for epoch in (1, 2, 3) for each in range(5)]),
-        (None, 3, 4, None, [*range(12)]),
-        (20, 3, 4, None, [*range(12)]),
-        (20, 1, None, 3, [100, 101, 102]),
+        pytest.param(
+            *(5, 3, None, None, [100 * epoch + each for epoch in (1, 2, 3) for each in range(5)]), id="finite"
+        ),
+        pytest.param(*(None, 3, 4, None, [*range(12)]), id="endless", marks=pytest.mark.full),
+        pytest.param(*(20, 3, 4, None, [*range(12)]), id="over several epochs", marks=pytest.mark.full),
+        pytest.param(*(20, 1, None, 3, [100, 101, 102]), id="stopped"),
     ],
-    ids=["finite", "endless", "over several epochs", "stopped"],
 )
 def test_workers_of_a_py_dataset_keep_its_order_and_end(mirrored, number, epochs, steps, stops_at, targets):
     model, seen = bias(mirrored), Targets(stops_at)

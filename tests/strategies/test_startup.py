@@ -1,5 +1,6 @@
 """Untested versions, and strategies that come too late."""
 
+import itertools
 import os
 import pathlib
 import subprocess
@@ -56,15 +57,18 @@ import tfdist
 @pytest.mark.parametrize(
     ("name", "before", "line"),
     [
-        ("multi_worker_mirrored", "x = tf.constant(1)", "before line 6: x = tf.constant(1)"),
+        pytest.param(
+            *("multi_worker_mirrored", "x = tf.constant(1)", "before line 6: x = tf.constant(1)"),
+            marks=pytest.mark.full,
+        ),
         pytest.param(
             *("mirrored", "layers.Dense(3).build((None, 2))", "before line 6: layers.Dense(3).build((None, 2))"),
             marks=pytest.mark.full,
         ),
         (
             "mirrored",
-            "def unused():\n    tf.zeros(3)\ntf.get_logger()\nprint(tf.ones(2))",
-            "before line 9: print(tf.ones(2))",
+            "def unused():\n    tf.zeros(3)\ndef made():\n    return tf.ones(2)\ntf.get_logger()\nprint(made())",
+            "before line 11: print(made())",
         ),
         pytest.param("mirrored", "exec('tf.zeros(2)')", "to right after the imports", marks=pytest.mark.full),
     ],
@@ -104,8 +108,13 @@ print(tf.config.threading.get_inter_op_parallelism_threads())
     assert done.stdout.split() == [str(threads)], done.stderr
 
 
-@pytest.mark.parametrize("where", ["environment", "file"])
-@pytest.mark.parametrize("program", ["tfdist.train", "trainer"])
+@pytest.mark.parametrize(
+    ("program", "where"),
+    tiers.cases(
+        itertools.product(["tfdist.train", "trainer"], ["environment", "file"]),
+        quick=[("tfdist.train", "file"), ("trainer", "environment")],
+    ),
+)
 def test_another_framework_below_keras_is_said_before_keras_is_loaded(tmp_path, where, program):
     environ = {name: value for name, value in os.environ.items() if name != "KERAS_BACKEND"}
     environ |= {"PYTHONPATH": str(ROOT), "KERAS_HOME": str(tmp_path)}
@@ -119,3 +128,20 @@ def test_another_framework_below_keras_is_said_before_keras_is_loaded(tmp_path, 
     assert done.returncode == (2 if program == "tfdist.train" else 1)
     assert "tfdist trains Keras models on TensorFlow, and " in done.stderr
     assert done.stderr.rstrip().endswith("jax: set KERAS_BACKEND=tensorflow before Keras is imported.")
+
+
+def test_a_pydataset_on_devices_logs_no_line_of_a_dataset_that_is_not_optimized():
+    script = """
+import keras, numpy as np, tfdist
+class Data(keras.utils.PyDataset):
+    def __len__(self): return 2
+    def __getitem__(self, index): return np.ones((8, 4)), np.ones((8, 1))
+with tfdist.Trainer("mirrored", devices=2).scope():
+    model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+    model.compile("sgd", "mse")
+model.fit(Data(), verbose=2)
+"""
+    environ = {name: value for name, value in os.environ.items() if name != "TF_CPP_MIN_LOG_LEVEL"}
+    done = subprocess.run([sys.executable, "-c", script], env=environ, capture_output=True, text=True, timeout=120)
+    assert "loss" in done.stdout and "port.cc" in done.stderr, "TensorFlow logs"
+    assert "will not be optimized" not in done.stderr

@@ -3,6 +3,7 @@
 import keras
 import numpy as np
 
+from tfdist.config import validation
 from tfdist.tasks import digits
 
 
@@ -17,5 +18,7 @@ def test_the_loss_spreads_a_part_of_each_label():
     smoothed = 0.8 * np.eye(10)[labels] + 0.2 / 10
     np.testing.assert_allclose(found["loss"], -(smoothed * log).sum(axis=1).mean(), rtol=1e-5)
     np.testing.assert_allclose(found["accuracy"], (logits.argmax(axis=1) == labels).mean(), rtol=1e-6)
-    assert next(digits.Options(label_smoothing=1.0).faults()).startswith("task_options.label_smoothing must be")
+    assert next(validation.group_faults(digits.Options(label_smoothing=1.0), "task_options")).startswith(
+        "task_options.label_smoothing must be"
+    )
     assert isinstance(task.compile_arguments()["loss"], keras.losses.CategoricalCrossentropy)

@@ -14,17 +14,18 @@ from tools import chaos
 # A training of two workers that saves every step, and waits until all events have happened.
 SCRIPT = """
 import json, os, pathlib, time
-from tfdist.runtime.progress import Progress
+from tfdist.runtime.report import progress
 task = json.loads(os.environ["TF_CONFIG"])["task"]
 name = f"{task['type']}-{task['index']}"
 saved = pathlib.Path(name)
-progress = Progress(name)
 for step in range(int(saved.read_text()) if saved.exists() else 0, 20):
     progress.write(done=step + 1, saved=step)
     while step == int(os.environ.get("HOLD_AT", -1)) and "continues" not in pathlib.Path("output").read_text():
         time.sleep(0.01)
     time.sleep(0.2)
-    saved.write_text(str(step))
+    new = saved.with_suffix(".new")  # a kill must not leave an empty file
+    new.write_text(str(step))
+    new.rename(saved)
 """
 
 

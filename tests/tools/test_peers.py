@@ -62,14 +62,9 @@ def test_tf_keras_runs_without_keras_3_and_tfdist():
     assert found["sent"] / 1e6 == pytest.approx(SUM_MB, rel=0.03)
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
-    "transport",
-    [
-        pytest.param("grpc", marks=pytest.mark.full),
-        "shared_memory",
-        pytest.param("gloo", marks=[pytest.mark.full, needs("torch")]),
-        pytest.param("mpi", marks=[pytest.mark.full, needs("mpi4py"), NEEDS_MPI]),
-    ],
+    "transport", ["grpc", "shared_memory", "tcp", pytest.param("mpi", marks=[needs("mpi4py"), NEEDS_MPI])]
 )
 def test_gradients_travel_by_the_transport_that_a_contender_names(transport):
     found = peers.alone(f"bf16 by {transport}", 2, peers.HOST, turns=1, steps=1)
@@ -107,12 +102,12 @@ def test_what_is_not_there_is_left_out(tmp_path):
         "import importlib.util as u; f = u.find_spec\n"
         "u.find_spec = lambda n, p=None: None if n in ('torch', 'jax') else f(n, p)"
     )
-    words = ["peers", "--only=workers=2,rate=host", "--contenders=DDP,none by gloo,JAX", f"--out={tmp_path}"]
+    words = ["peers", "--only=workers=2,rate=host", "--contenders=DDP,JAX", f"--out={tmp_path}"]
     done = subprocess.run(
         [sys.executable, "-m", "tools.bench", *words], cwd=ROOT, env=environ, capture_output=True, text=True, timeout=60
     )
     assert done.returncode == 0, done.stderr
-    for name, library in (("DDP", "PyTorch"), ("none by gloo", "PyTorch"), ("JAX", "JAX")):
+    for name, library in (("DDP", "PyTorch"), ("JAX", "JAX")):
         assert f"{name} is left out: {library} is not installed (pip install '.[peers]')\n" in done.stdout
     assert not (tmp_path / "results").exists()
 

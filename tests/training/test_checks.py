@@ -6,8 +6,11 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 from tests.helpers.dense_model import build
 from tfdist import ClusterSpec, ConfigError, StrategyConfig, TaskSpec
+
+X = np.ones((16, 3), np.float32)
 
 
 @pytest.fixture(scope="module")
@@ -15,9 +18,14 @@ def trainer(mirrored):
     return tfdist.Trainer(mirrored)
 
 
+@pytest.fixture(scope="module")
+def model(trainer):
+    return build(trainer)
+
+
 def test_an_argument_that_the_trainer_does_not_have_is_answered_by_its_own():
     with pytest.raises(
-        ConfigError, match=r"argument of Trainer 'backupdir'; did you mean 'backup_dir'\? Known: backup, "
+        ConfigError, match=r"argument of Trainer 'backupdir'; did you mean 'backup_dir'\? Known: audit_every, "
     ):
         tfdist.Trainer("one_device", backupdir="b")
     with pytest.raises(ConfigError, match=r"argument of Trainer 'bucketbytes'; did you mean 'bucket_bytes'\?"):
@@ -61,7 +69,7 @@ def test_a_wrong_argument_of_the_trainer_is_an_error_that_names_it(arguments, me
 @pytest.mark.parametrize(
     ("arguments", "message"),
     [
-        ({"save_every_seconds": "x"}, r"save_every_seconds must be a number of seconds\. Received: 'x'\."),
+        ({"save_every_seconds": "x"}, r"save_every_seconds must be a number of seconds, more than 0\. Received: 'x'\."),
         ({"grace_seconds": "x"}, "grace_seconds must be a number of seconds"),
         ({"delete_checkpoint": "no"}, r"delete_checkpoint must be True or False\. Received: 'no'\."),
     ],
@@ -87,7 +95,7 @@ def test_a_wrong_argument_of_a_backup_is_an_error_that_names_it(arguments, messa
         ({"validation_split": 2}, r"validation_split must be a number, 0 to less than 1\. Received: 2\."),
         ({"validation_data": 3}, r"validation_data must be arrays .* Received: 3\."),
         (
-            {"validation_data": tf.data.Dataset.from_tensors(([[0.0]], [[0.0]])).repeat()},
+            {"validation_data": tf.data.Dataset.from_tensors(([[0.0] * 3], [[0.0] * 2])).repeat()},
             "must be a dataset that ends, or",
         ),
         ({"x": lambda context: 3, "y": None}, r"A dataset function must return a tf\.data\.Dataset\. Received: int\."),
@@ -96,12 +104,9 @@ def test_a_wrong_argument_of_a_backup_is_an_error_that_names_it(arguments, messa
         ({"callbacks": [keras.callbacks.EarlyStopping]}, "callbacks must be objects of keras"),
     ],
 )
-def test_a_wrong_argument_of_fit_is_an_error_that_names_it(trainer, arguments, message):
-    with trainer.scope():
-        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+def test_a_wrong_argument_of_fit_is_an_error_that_names_it(trainer, model, arguments, message):
     with pytest.raises(ConfigError, match=message):
-        trainer.fit(model, **{"x": np.zeros((4, 1)), "y": np.zeros((4, 1)), "verbose": 0, **arguments})
+        trainer.fit(model, **{"x": np.zeros((4, 3)), "y": np.zeros((4, 2)), "verbose": 0, **arguments})
 
 
 def test_trainer_takes_a_strategy_of_its_own_kind_only(trainer):
@@ -142,7 +147,8 @@ def test_what_xla_cannot_compile_is_said(trainer):
 
 
 @pytest.mark.parametrize(
-    ("capability", "jit_compile", "warns"), [((12, 0), True, True), ((9, 0), True, False), ((12, 0), False, False)]
+    ("capability", "jit_compile", "warns"),
+    tiers.cases([((12, 0), True, True), ((12, 0), False, False), ((9, 0), True, False)], quick=2),
 )
 def test_a_gpu_that_is_newer_than_xla_is_warned_of(trainer, monkeypatch, caplog, capability, jit_compile, warns):
     gpu = tf.config.PhysicalDevice("/physical_device:GPU:0", "GPU")
@@ -181,8 +187,8 @@ def test_an_optimizer_from_outside_the_scope_is_refused(trainer):
 
 
 @pytest.mark.filterwarnings("ignore:.*ran out of data")
-def test_no_data_are_no_training(trainer):
-    model, some = build(trainer), (np.ones((4, 3)), np.ones((4, 2)))
+def test_no_data_are_no_training(trainer, model):
+    some = (np.ones((4, 3)), np.ones((4, 2)))
     with pytest.raises(ConfigError, match="hold no batch"):
         trainer.fit(model, np.ones((0, 3)), np.ones((0, 2)), verbose=0)
     with pytest.raises(ConfigError, match="hold no batch"):
@@ -193,16 +199,18 @@ def test_no_data_are_no_training(trainer):
         trainer.predict(model, np.ones((0, 3)), verbose=0)
 
 
-def test_save_wants_a_keras_file(trainer, tmp_path):
+def test_save_wants_a_keras_file(trainer, model, tmp_path):
     with pytest.raises(ConfigError, match=r"must end in '\.keras'"):
-        trainer.save(build(trainer), tmp_path / "model.h5")
+        trainer.save(model, tmp_path / "model.h5")
 
 
 @pytest.mark.parametrize("path", [3, None, b"model.keras"])
 @pytest.mark.parametrize("method", ["save", "export"])
-def test_a_path_of_another_type_is_named(trainer, method, path):
-    with pytest.raises(ConfigError, match=rf"^path must be a str or a pathlib\.Path\. Received: {path!r}"):
-        getattr(trainer, method)(build(trainer), path)
+def test_a_path_of_another_type_is_named(trainer, model, method, path):
+    with pytest.raises(
+        ConfigError, match=rf"^path must be a str or a pathlib\.Path, and not empty\. Received: {path!r}"
+    ):
+        getattr(trainer, method)(model, path)
 
 
 def test_a_compressor_of_another_type_is_rejected_at_once(trainer):
@@ -266,7 +274,40 @@ def test_what_was_made_outside_of_the_scope_is_said(trainer):
         trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
 
 
-def test_data_that_are_no_batches_are_said(trainer):
-    model = build(trainer)
+def test_data_that_are_no_batches_are_said(trainer, model):
     with pytest.raises(ConfigError, match=r"must hold batches: call its batch\(\)"):
         trainer.fit(model, tf.data.Dataset.from_tensor_slices((np.ones((4, 3)), np.ones(4))))
+
+
+@pytest.mark.parametrize(
+    ("call", "words"),
+    [
+        (lambda trainer, model, data: trainer.fit(model, X, verbose=0), "The data have no labels"),
+        (
+            lambda trainer, model, data: trainer.evaluate(model, data.map(lambda x, y: x), verbose=0),
+            "The data have no labels",
+        ),
+        (
+            lambda trainer, model, data: trainer.fit(model, data.repeat()),
+            "x must be a dataset that ends, or steps_per_epoch",
+        ),
+        (
+            lambda trainer, model, data: trainer.evaluate(model, data.repeat()),
+            "x must be a dataset that ends, or steps must",
+        ),
+        (
+            lambda trainer, model, data: trainer.predict(model, data.repeat()),
+            "x must be a dataset that ends, or steps must",
+        ),
+        (lambda trainer, model, data: trainer.export(model, ""), "path must be a str or a pathlib.Path, and not empty"),
+        (lambda trainer, model, data: trainer.save(5, "a.keras"), "save takes the model first"),
+        (lambda trainer, model, data: trainer.export(5, "a"), "export takes the model first"),
+    ],
+)
+def test_bad_arguments_are_named(mirrored, call, words):
+    trainer = tfdist.Trainer(mirrored)
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    with pytest.raises(tfdist.ConfigError, match=words):
+        call(trainer, model, tf.data.Dataset.from_tensor_slices((X, X[:, :1])).batch(4))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import pathlib
 import shutil
@@ -13,8 +14,10 @@ import tensorflow as tf
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 import tfdist
+from tests.helpers.reused_model import ReusedModel
 from tests.helpers.s3 import s3  # noqa: F401 (a fixture)
-from tfdist.runtime import storage
+from tfdist.runtime.folders import storage
+from tfdist.runtime.folders.workdir import Workdir
 from tfdist.training.evaluator import Evaluator
 
 EPOCHS, STEPS = 4, 5
@@ -24,6 +27,8 @@ Y = (X[:, :1] - 2 * X[:, 1:2]).astype(np.float32)
 
 
 def build(trainer):
+    keras.backend.clear_session()
+    keras.utils.set_random_seed(1)
     with trainer.scope():
         model = keras.Sequential(
             [keras.Input((6,)), keras.layers.Dense(4), keras.layers.BatchNormalization(), keras.layers.Dense(1)]
@@ -40,8 +45,6 @@ def finish(workdir, training):
 
 def train(workdir):
     """Trains, and keeps all backups; returns the predictions of each epoch's model, by step, from plain Keras."""
-    keras.backend.clear_session()
-    keras.utils.set_random_seed(1)
     backup = tfdist.BackupAndRestore(workdir / "backup", keep=100, delete_checkpoint=False)
     trainer = tfdist.Trainer("one_device", cluster=False, backup=backup)
     model = build(trainer)
@@ -54,12 +57,30 @@ def train(workdir):
     return predictions
 
 
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory):
+    """A work directory of a training, and the predictions of each epoch's model."""
+    workdir = tmp_path_factory.mktemp("trained")
+    return workdir, train(workdir)
+
+
+@pytest.fixture
+def predictions(trained, tmp_path):
+    """The predictions of each epoch's model, whose backups are in `tmp_path`."""
+    workdir, found = trained
+    shutil.copytree(workdir, tmp_path, dirs_exist_ok=True)
+    return found
+
+
+@functools.cache
+def reused():
+    return ReusedModel(build(tfdist.Trainer("one_device", cluster=False)))
+
+
 def evaluate(workdir, data=None, backup_dir=None):
-    keras.backend.clear_session()
-    trainer = tfdist.Trainer("one_device", cluster=False)
     data = tf.data.Dataset.from_tensor_slices((X, Y)).batch(16) if data is None else data
     backup_dir = backup_dir or str(workdir / "backup")
-    Evaluator(build(trainer), data, backup_dir, workdir, "evaluator-0", final_differs=False).run()
+    Evaluator(reused().reset(), data, backup_dir, Workdir(workdir), "evaluator-0", final_differs=False).run()
     lines = (workdir / "evaluations.jsonl").read_text().splitlines()
     return [json.loads(line) for line in lines if line.endswith("}")]
 
@@ -78,8 +99,7 @@ def curve(workdir):
     return {event.step: float(tf.make_ndarray(event.tensor_proto)) for event in found}
 
 
-def test_each_backup_is_evaluated_once_in_order(tmp_path):
-    predictions = train(tmp_path)
+def test_each_backup_is_evaluated_once_in_order(tmp_path, predictions):
     rows = evaluate(tmp_path)
     assert [row["step"] for row in rows] == [5, 10, 15, 20]
     assert [row["backup"] for row in rows] == [f"step-{step}-end" for step in (5, 10, 15, 20)]
@@ -96,8 +116,7 @@ def test_each_backup_is_evaluated_once_in_order(tmp_path):
     assert evaluate(tmp_path) == again
 
 
-def test_damaged_backups_are_left_out_with_one_warning_each(tmp_path, caplog):
-    predictions = train(tmp_path)
+def test_damaged_backups_are_left_out_with_one_warning_each(tmp_path, predictions, caplog):
     backup = tmp_path / "backup"
     (backup / "step-10-end" / "manifest.json").unlink()  # killed while it was written
     (path,) = (backup / "step-15-end").glob("shared.data*")
@@ -114,8 +133,7 @@ def test_damaged_backups_are_left_out_with_one_warning_each(tmp_path, caplog):
 
 @pytest.mark.full
 @pytest.mark.parametrize("left", ["nothing", "the manifest"])
-def test_backups_that_go_while_it_works_are_not_missed(tmp_path, caplog, left):
-    predictions = train(tmp_path)
+def test_backups_that_go_while_it_works_are_not_missed(tmp_path, predictions, caplog, left):
 
     def remove():
         for folder in (tmp_path / "backup").glob("step-1*"):
@@ -135,8 +153,7 @@ def test_backups_that_go_while_it_works_are_not_missed(tmp_path, caplog, left):
 
 
 @pytest.mark.full
-def test_a_damaged_backup_that_goes_keeps_it_from_no_end(tmp_path, caplog):
-    train(tmp_path)
+def test_a_damaged_backup_that_goes_keeps_it_from_no_end(tmp_path, predictions, caplog):
     (tmp_path / "backup" / "step-10-end" / "manifest.json").unlink()
 
     def remove():
@@ -172,8 +189,7 @@ def test_another_training_in_the_folder_is_evaluated_anew(tmp_path):
     assert curve(tmp_path) == pytest.approx({row["step"]: row["metrics"]["loss"] for row in rows})
 
 
-def test_a_storage_that_fails_for_a_while_is_waited_for(tmp_path, caplog, s3):  # noqa: F811
-    predictions = train(tmp_path)
+def test_a_storage_that_fails_for_a_while_is_waited_for(tmp_path, predictions, caplog, s3):  # noqa: F811
     for path in filter(pathlib.Path.is_file, (tmp_path / "backup").rglob("*")):
         storage.upload(str(path), f"{s3.url}/{path.relative_to(tmp_path)}")
     failures = iter([500] * 5)

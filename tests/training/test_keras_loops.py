@@ -18,6 +18,7 @@ import tfdist
 from tests.helpers import small_models as models
 from tests.helpers import tiers
 from tests.helpers.recorded_loop import HOOKS, At, Loop, calls, differences, fit, inputs
+from tests.helpers.reused_model import ReusedModel
 from tests.helpers.small_models import CLASSES, WEIGHTS, Batches, X, Y, dataset, dense, generator
 
 VALIDATION = {"validation_data": (X[:7], Y[:7]), "validation_batch_size": 3}
@@ -26,17 +27,23 @@ VALIDATION = {"validation_data": (X[:7], Y[:7]), "validation_batch_size": 3}
 def executions(loop):
     model = loop.build(dense, steps_per_execution=3)
     loop.fit(model, X, Y, batch_size=4, epochs=2, validation_data=(X, Y))
-    loop.fit(model, dataset(), epochs=2)
     loop.fit(model, dataset(filter=True), epochs=2)
-    for size in (4, 7, 20):
+    loop.evaluate(model, X, Y, batch_size=7)
+    loop.predict(model, X, batch_size=7)
+    loop.fit(model, dataset(repeat=True), epochs=2, steps_per_epoch=6)
+
+
+def executions_of_other_sizes(loop):
+    model = loop.build(dense, steps_per_execution=3)
+    loop.fit(model, dataset(), epochs=2)
+    for size in (4, 20):
         loop.evaluate(model, X, Y, batch_size=size)
         loop.predict(model, X, batch_size=size)
-    loop.fit(model, dataset(repeat=True), epochs=2, steps_per_epoch=6)
 
 
 def verbose(loop):
     model = loop.build(dense)
-    for level in (1, 2, "auto"):
+    for level in (1, 2):
         loop.fit(model, X, Y, batch_size=4, epochs=2, verbose=level, **VALIDATION)
         loop.evaluate(model, X, Y, batch_size=4, verbose=level)
         loop.predict(model, X, batch_size=4, verbose=level)
@@ -44,7 +51,7 @@ def verbose(loop):
     loop.fit(model, dataset(filter=True), epochs=2, verbose=2)
     loop.evaluate(model, dataset(filter=True), verbose=1)
     loop.predict(model, dataset(filter=True), verbose=1)
-    loop.call("fit", model, X, Y, epochs=2, verbose=2)  # no callback but Keras' own
+    loop.call("fit", model, X, Y, epochs=2, verbose="auto")  # no callback but Keras' own
 
 
 def results(loop):
@@ -61,12 +68,12 @@ def positional(loop):
     loop.call("predict", model, X, 4, 0, 3, [loop.recorder()])
 
 
-def stops(loop):
+def stops(loop, hooks, call):
+    """Stops the training in a call of each hook."""
     model = loop.build(dense)
-    for hook in [hook for hook in HOOKS if "predict" not in hook]:
-        for call in (1, 3) if "batch" in hook else (1,):
-            callbacks = [At(hook, lambda model: setattr(model, "stop_training", True), call)]
-            loop.fit(model, X, Y, batch_size=8, epochs=3, callbacks=callbacks, **VALIDATION)
+    for hook in hooks:
+        callbacks = [At(hook, lambda model: setattr(model, "stop_training", True), call)]
+        loop.fit(model, X, Y, batch_size=8, epochs=2, callbacks=callbacks, **VALIDATION)
 
 
 def stops_of_passes(loop):
@@ -88,7 +95,7 @@ def errors(loop):
     model = loop.build(dense)
     for hook in [hook for hook in HOOKS if "predict" not in hook]:
         loop.fit(model, X, Y, batch_size=8, epochs=2, callbacks=[At(hook, _raise)], **VALIDATION)
-        loop.fit(model, X, Y, batch_size=8, **VALIDATION)
+    loop.fit(model, X, Y, batch_size=8, **VALIDATION)
     for hook in [hook for hook in HOOKS if "test" in hook]:
         loop.evaluate(model, X, Y, callbacks=[At(hook, _raise)])
     for hook in [hook for hook in HOOKS if "predict" in hook]:
@@ -292,22 +299,16 @@ def running_out(loop):
     loop.fit(model, X, Y, validation_data=dataset(), validation_steps=9)
 
 
-def validations(loop):
-    model = loop.build(dense)
-    for arguments in (
-        {"validation_data": dataset()},
-        {"validation_data": dataset(), "validation_steps": 2},
-        {"validation_data": dataset(repeat=True), "validation_steps": 3},
-        {"validation_data": dataset(filter=True)},
-        {"validation_data": (X, Y, WEIGHTS)},
-        {"validation_data": [X, Y]},
-        {"validation_data": Batches()},
-        {"validation_split": 0.3},
-        {"validation_split": 0.3, "validation_freq": 2},
-        {"validation_split": 0.3, "validation_freq": [1, 3]},
-        {**VALIDATION, "validation_steps": 2},
-    ):
-        loop.fit(model, X, Y, batch_size=8, epochs=3, **arguments)
+def fits(*validations):
+    """Returns a program that fits with each of some arguments for the validation."""
+
+    def program(loop):
+        model = loop.build(dense)
+        for arguments in validations:
+            given = {name: value() if callable(value) else value for name, value in arguments.items()}
+            loop.fit(model, X, Y, batch_size=8, epochs=3, **given)
+
+    return program
 
 
 ROWS = {
@@ -333,7 +334,21 @@ ROWS = {
     "no data": empty,
     "no targets": fit(X, make=models.sums, compiled={"loss": None, "metrics": None}),
     "no metrics": fit(X, Y, compiled={"metrics": None}),
-    "validations": validations,
+    "validations": fits(
+        {"validation_data": lambda: dataset(repeat=True), "validation_steps": 3},
+        {"validation_data": Batches},
+        {"validation_split": 0.3, "validation_freq": [1, 3]},
+    ),
+    "other validations": fits(
+        {"validation_data": dataset},
+        {"validation_data": dataset, "validation_steps": 2},
+        {"validation_data": lambda: dataset(filter=True)},
+        {"validation_data": (X, Y, WEIGHTS)},
+        {"validation_data": [X, Y]},
+        {"validation_split": 0.3},
+        {"validation_split": 0.3, "validation_freq": 2},
+        {**VALIDATION, "validation_steps": 2},
+    ),
     "class weights": fit(
         X,
         CLASSES,
@@ -343,6 +358,7 @@ ROWS = {
     ),
     "sample weights": fit(X, Y, sample_weight=WEIGHTS, compiled={"weighted_metrics": ["mse"]}, validation_split=0.25),
     "steps per execution": executions,
+    "executions of other sizes": executions_of_other_sizes,
     "verbose": verbose,
     "results of evaluate": results,
     "evaluate and predict of a data set": inputs(dataset, 2, 5),
@@ -375,10 +391,16 @@ ROWS = {
     ),
     "models that are not compiled": calls(("fit", [X, Y], {}), ("evaluate", [X, Y], {}), compiles=False),
     "unknown arguments": calls(("fit", [X, Y], {"epoch": 3}), ("predict", [X], {"batch": 3}), ("predict", [], {})),
-    "targets that are missing": calls(("fit", [X], {}), ("evaluate", [X], {})),
+    # An argument gives the row a model of its own: after the first call, a model that is shared shows no difference.
+    "targets that are missing": calls(("fit", [X], {}), ("evaluate", [X], {}), compiles=True),
     "targets beside a generator": calls(("fit", [generator, Y], {}), ("fit", [generator], {"sample_weight": WEIGHTS})),
     "callbacks that are none": calls(("fit", [X, Y], {"callbacks": [3]})),
-    "stops": stops,
+    "stops in batches": lambda loop: stops(loop, ("on_train_batch_end", "on_test_batch_begin"), 2),
+    "stops in other batches": lambda loop: stops(loop, ("on_train_batch_begin", "on_test_batch_end"), 2),
+    "stops in first batches": lambda loop: stops(
+        loop, [hook for hook in HOOKS if re.search("t_batch|n_batch", hook)], 1
+    ),
+    "stops": lambda loop: stops(loop, [hook for hook in HOOKS if not re.search("batch|predict", hook)], 1),
     "stops of evaluate and predict": stops_of_passes,
     "errors of hooks": errors,
     "errors of data": errors_of_data,
@@ -429,31 +451,30 @@ ROWS = {
     "models that are not built": unbuilt_models,
 }
 QUICK = {
-    *(
-        "arrays with a rest",
-        "an endless data set",
-        "a shuffled data set",
-        "a generator",
-        "a PyDataset",
-        "a PyDataset with workers",
-        "data that run out",
-    ),
-    *(
-        "no data",
-        "validations",
-        "sample weights",
-        "steps per execution",
-        "verbose",
-        "evaluate and predict of a data set",
-    ),
-    *(
-        "fit that ends within an execution",
-        "unknown arguments",
-        "stops",
-        "stops of evaluate and predict",
-        "errors of hooks",
-    ),
-    *("calls within on_epoch_end", "files", "EarlyStopping", "own steps", "dropout"),
+    "arrays with a rest",
+    "an endless data set",
+    "a shuffled data set",
+    "a generator",
+    "a PyDataset",
+    "a PyDataset with workers",
+    "data that run out",
+    "no data",
+    "validations",
+    "sample weights",
+    "steps per execution",
+    "verbose",
+    "evaluate and predict of a data set",
+    "fit that ends within an execution",
+    "unknown arguments",
+    "stops",
+    "stops in batches",
+    "stops of evaluate and predict",
+    "errors of hooks",
+    "calls within on_epoch_end",
+    "files",
+    "EarlyStopping",
+    "own steps",
+    "dropout",
 }
 # Why a row differs, and what all of its differences have in common. Rows of EMPTY_STEP do not differ since Keras 3.16.
 EMPTY_STEP = "by design: Keras counts a step that finds no data", r"\('iteration'|hold no batch"
@@ -473,15 +494,41 @@ DIFFERENT = {
 }
 
 
+class SharedLoop(Loop):
+    """A loop whose programs share their usual model, which is traced once. Each finds it as it was at first."""
+
+    def __init__(self, trainer=None):
+        super().__init__(trainer)
+        self._shared = None
+
+    def build(self, make, **compiled):
+        if make is not dense or compiled:
+            return super().build(make, **compiled)
+        if self._shared is None:
+            self._shared = ReusedModel(super().build(dense))
+        keras.utils.set_random_seed(7)
+        model = self._shared.reset()
+        self._models = [model]
+        return model
+
+    def compile(self, model, *args, **compiled):
+        super().compile(model, *args, **compiled)
+        self._shared = None  # compiling again replaces the optimizer, whose first values would be unknown
+
+    def begin(self):
+        """Forgets what the program before has recorded."""
+        self.lines, self._models = [], []
+
+
 @pytest.fixture(scope="module")
-def trainer():
-    return tfdist.Trainer("one_device")
+def loops():
+    return SharedLoop(), SharedLoop(tfdist.Trainer("one_device"))
 
 
 @pytest.mark.parametrize("row", tiers.cases(ROWS, quick=QUICK))
-def test_a_loop_does_what_keras_does(row, trainer):
-    loops = Loop(), Loop(trainer)
+def test_a_loop_does_what_keras_does(row, loops):
     for loop in loops:
+        loop.begin()
         ROWS[row](loop)
         loop.note_models()
     found = differences(*loops)

@@ -10,8 +10,8 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, TaskSpec, free_ports, reachability
 from tfdist.collectives.calls import Calls
 from tfdist.errors import ClusterError
-from tfdist.runtime import progress
-from tfdist.runtime.progress import Loss
+from tfdist.runtime.report import progress
+from tfdist.runtime.report.progress import Loss
 from tfdist.training import lost_workers
 from tfdist.training.lost_workers import abort_on_lost_workers
 
@@ -94,12 +94,13 @@ def _loss_of_worker_2(monkeypatch, folder, message, ended=()):
     )
     if folder:
         monkeypatch.setenv(progress.FOLDER, str(folder))
+        monkeypatch.setenv(progress.TASK, "worker-2")
     else:
         monkeypatch.delenv(progress.FOLDER, raising=False)
     cluster = ClusterSpec({"worker": [f"host{number}:2222" for number in range(3)]})
     with pytest.raises(ClusterError) as error, abort_on_lost_workers(cluster, TaskSpec("worker", 2)):
         raise tf.errors.UnavailableError(None, None, message)
-    return error.value, progress.read_loss(folder, "worker-2") if folder else None
+    return error.value, progress.read(folder, "worker-2").lost if folder else None
 
 
 def test_the_task_where_the_error_began_is_lost_and_not_one_that_ended_because_of_it(monkeypatch, tmp_path):
@@ -117,10 +118,10 @@ def test_a_reason_that_another_worker_has_sent_names_the_lost_task(monkeypatch, 
         f"Collective ops is aborted by: tfdist: {sent} (lost=worker:1)\nThe error could be from a previous operation."
     )
     error, loss = _loss_of_worker_2(monkeypatch, tmp_path if supervised else None, message)
-    assert str(error) == f"{sent}. {lost_workers._REMEDY}"
+    assert str(error) == f"{sent}. {lost_workers.REMEDY}"
     assert loss == (Loss("worker:1", sent) if supervised else None)
     assert (error.__cause__ is not None) == supervised, "a terminal shows no chain of TensorFlow's errors"
-    assert [path.name for path in tmp_path.iterdir()] == (["lost-worker-2"] if supervised else [])
+    assert [path.name for path in tmp_path.iterdir()] == (["worker-2.json"] if supervised else [])
 
 
 def test_a_task_that_the_others_have_given_up_reports_no_loss(monkeypatch, tmp_path):

@@ -6,6 +6,7 @@ import pytest
 import tensorflow as tf
 
 import tfdist
+from tests.helpers import tiers
 
 X = np.array([[1.0], [2.0], [3.0], [4.0]], "float32")
 Y = np.zeros((4, 1), "float32")
@@ -15,8 +16,10 @@ def trainer_of(kind, request):
     return tfdist.Trainer(request.getfixturevalue("mirrored") if kind == "mirrored" else "one_device")
 
 
-@pytest.mark.parametrize("kind", ["one_device", "mirrored"])
-@pytest.mark.parametrize("eager", [True, False])
+CASES = [("one_device", True), ("mirrored", False), ("one_device", False), ("mirrored", True)]
+
+
+@pytest.mark.parametrize(("kind", "eager"), tiers.cases(CASES, quick=2))
 def test_methods_on_a_batch_take_arrays(kind, eager, request):
     with trainer_of(kind, request).scope():
         model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")])
@@ -32,7 +35,7 @@ def test_methods_on_a_batch_take_arrays(kind, eager, request):
 
 
 @pytest.mark.filterwarnings("ignore:The model does not have any trainable weights")
-@pytest.mark.parametrize("number", [0, 1.5])
+@pytest.mark.parametrize("number", tiers.cases([1.5, 0], quick=1))
 def test_a_loss_of_ragged_tensors_may_return_a_python_number(mirrored, number):
     with tfdist.Trainer(mirrored).scope():
         model = keras.Sequential([keras.layers.Identity()])

@@ -43,8 +43,8 @@ def test_a_loop_ends_where_it_is_told_to(made):
         step(batch)
         break
     assert not trainer.is_at_work
-    seen = Throughput(10)
-    for batch in step.loop(X, batch_size=10, epochs=20, callbacks=[seen]):
+    seen = Throughput(4)
+    for batch in step.loop(X, batch_size=4, epochs=8, callbacks=[seen]):
         last = step(batch)["loss"]
     assert seen.steps == 40 and last < first / 2
 

@@ -1,5 +1,7 @@
-"""Python data begin at any step of a pass: items that draw nothing are not made again."""
+"""Python data begin at any step of a pass: items that draw nothing are not made again. A dead worker process is an error."""
 
+import os
+import signal
 import threading
 
 import keras
@@ -68,3 +70,22 @@ def test_a_pass_that_is_dropped_makes_no_more_items(engine):
     if thread is not None:
         thread.join(60)
         assert not thread.is_alive()
+
+
+class Killed(Items):
+    test = os.getpid()
+
+    def __getitem__(self, index):
+        if index == 7 and os.getpid() != self.test:
+            os.kill(os.getpid(), signal.SIGKILL)
+        return np.full((2, 1), index, np.float32), np.zeros((2, 1))
+
+
+def test_a_worker_process_that_dies_is_an_error():
+    trainer = tfdist.Trainer("one_device")
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    data = Killed(20, workers=2, use_multiprocessing=True)
+    with pytest.raises(tfdist.DataError, match="a worker process of the PyDataset Killed has ended with exit code -9"):
+        trainer.fit(model, data, verbose=0)

@@ -70,12 +70,17 @@ def trainer(mirrored):
     return tfdist.Trainer(mirrored)
 
 
+@pytest.fixture(scope="module")
+def plain(trainer):
+    return build(trainer)
+
+
 def fit(trainer, model, **given):
     return trainer.fit(model, X, Y, batch_size=8, verbose=0, **given)
 
 
-def test_of_a_callback(trainer):
-    model = build(trainer)
+def test_of_a_callback(trainer, plain):
+    model = plain
     validation = {"validation_data": (X, Y), "validation_batch_size": 8}
     for hook, batch, given in (
         ("on_train_batch_begin", 0, {}),
@@ -108,10 +113,10 @@ class Forgetful(keras.callbacks.Callback):
         pass
 
 
-def test_of_a_callbacks_state(trainer, tmp_path):
+def test_of_a_callbacks_state(trainer, plain, tmp_path):
     backup = tfdist.BackupAndRestore(tmp_path / "backup", 2, save_before_preemption=False)
     with pytest.raises(RuntimeError, match=r"Forgetful\.state_dict raised StopIteration"):
-        fit(trainer, build(trainer), callbacks=[Forgetful(), backup])
+        fit(trainer, plain, callbacks=[Forgetful(), backup])
 
 
 @pytest.mark.parametrize("eagerly", [False, pytest.param(True, marks=pytest.mark.full)])
@@ -128,6 +133,6 @@ def test_of_a_step(trainer, eagerly):
 
 
 @pytest.mark.filterwarnings("ignore:Your input ran out of data")
-def test_data_without_a_batch_are_still_named(trainer):
+def test_data_without_a_batch_are_still_named(trainer, plain):
     with pytest.raises(tfdist.ConfigError, match="The training data hold no batch"):
-        trainer.fit(build(trainer), tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).take(0), verbose=0)
+        trainer.fit(plain, tf.data.Dataset.from_tensor_slices((X, Y)).batch(8).take(0), verbose=0)

@@ -10,6 +10,7 @@ import tensorflow as tf
 from tfdist.commands import train
 from tfdist.config import BackupConfig, TrainConfig, validation
 from tfdist.errors import ConfigError
+from tfdist.runtime.folders.workdir import Workdir
 from tfdist.tasks.digits import Digits
 
 IMAGES, LABELS = np.zeros((16, 8, 8, 1), "float32"), np.zeros(16, "int32")
@@ -82,4 +83,4 @@ def run(monkeypatch, folder, task, steps):
     )
     config.choose_task(config.task)
     validation.check(config)
-    train.train(config, folder)
+    train.train(config, Workdir(folder))

@@ -9,8 +9,8 @@ from tensorboard.backend.event_processing.event_accumulator import EventAccumula
 import tfdist
 from tfdist.errors import ConfigError
 from tfdist.monitoring import TensorBoard
-from tfdist.runtime import mirror, storage
 from tfdist.runtime.files import WriteError
+from tfdist.runtime.folders import storage
 
 X, Y = np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)
 
@@ -19,7 +19,6 @@ X, Y = np.ones((8, 3), np.float32), np.ones((8, 2), np.float32)
 def url(request):
     url = f"memory://{request.node.name.partition('[')[0]}"
     yield url
-    mirror.close(url)
     if storage.exists(url):
         storage.remove_tree(url)
 

@@ -32,18 +32,21 @@ def describe_model(model: keras.Model) -> dict[str, Any]:
 def describe_data(x: Data, y: Data) -> dict[str, Any]:
     """Returns the types, shapes and size of training data, as far as they are known."""
     if isinstance(x, tf.data.Dataset):
-        # The number of own batches differs between workers.
-        size = {} if is_own(x) else {"batches": int(x.cardinality())}
-        return {"elements": str(x.element_spec), **size}
+        described: dict[str, Any] = {"elements": str(x.element_spec)}
+        if not is_own(x):  # the number of own batches differs between workers
+            described["batches"] = int(x.cardinality())
+        return described
     if isinstance(x, StoredData):
         return {"stored": x.describe()}
-    shapes = {name: str(value.shape) for name, value in (("x", x), ("y", y)) if hasattr(value, "shape")}
-    return shapes
+    return {name: str(value.shape) for name, value in (("x", x), ("y", y)) if hasattr(value, "shape")}
 
 
 def to_jsonable(value: Any) -> Json:
     """Returns a JSON-compatible form of a value, which is the same in each run of a program."""
     if isinstance(value, Mapping):
+        if value.get("registered_name") == "tfdist>Embedding":
+            # A backup continues with any number of shards.
+            value = {**value, "config": {**value["config"], "shards": "auto"}}
         return {str(key): to_jsonable(item) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [to_jsonable(item) for item in value]
@@ -66,21 +69,23 @@ def _config(value: Any) -> dict[str, Any]:
 def differences(now: Json, then: Json, path: str = "") -> Iterator[str]:
     """Yields a phrase for each value that differs: `config.learning_rate is 0.1, and was 0.01`."""
     if isinstance(now, list) and isinstance(then, list):
-        now, then = dict(enumerate(now)), dict(enumerate(then))
+        now = dict(enumerate(now))
+        then = dict(enumerate(then))
     if isinstance(now, Mapping) and isinstance(then, Mapping):
         for key in {**then, **now}:
-            yield from differences(now.get(key, _ABSENT), then.get(key, _ABSENT), f"{path}.{key}" if path else str(key))
+            yield from differences(now.get(key, _ABSENT), then.get(key, _ABSENT), f"{path}.{key}".removeprefix("."))
     elif now is _ABSENT:
         yield f"{path} is missing, and was {format_value(then)}"
     elif then is _ABSENT:
         yield f"{path} is {format_value(now)}, and was not there"
-    elif now != then and not (now != now and then != then):
+    elif now != then and not (now != now and then != then):  # two NaNs are equal here
         yield f"{path} is {format_value(now)}, and was {format_value(then)}"
 
 
 def check_same_training(now: Json, then: Json, path: str, folder: str) -> None:
     """Raises ConfigError if the description of this training (`now`) differs from the description in a backup (`then`)."""
-    if different := list(differences(now, then)):
+    different = list(differences(now, then))
+    if different:
         raise ConfigError(
             f"The backup {path} is of another training: {list_first(different, _NAMED, '; ')}. "
             f"To train from the beginning, remove {folder!r} or choose another backup_dir."

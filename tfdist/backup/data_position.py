@@ -67,7 +67,8 @@ class TrainingPasses(Passes):
 
     def resume(self, position: LoopPosition, own: Mapping[str, Any]) -> None:
         """Makes the next epoch continue from a position; `own` is this rank's part of the backup, which includes the state of the data."""
-        self.position, self._resumes = position, True
+        self.position = position
+        self._resumes = True
         self.state.load(own, in_epoch=position.epoch_step > 0)
         if self.source.generator:
             self.source.generator.shared.used = position.generator_batches
@@ -87,24 +88,30 @@ class TrainingPasses(Passes):
 
     def on_steps_done(self, end_step: int) -> int:
         """Records an execution whose last step in the epoch is `end_step` by Keras' counting. Returns the execution's number of steps."""
-        position, steps = self.position, self.steps
-        # Keras counts the last execution of an epoch as a full one, even if fewer steps of the epoch remain.
-        done = end_step + 1 if steps is None else min(end_step + 1, steps)
-        new, position.epoch_step = done - position.epoch_step, done
+        position = self.position
+        done = end_step + 1
+        if self.steps is not None:
+            # Keras counts the last execution of an epoch as a full one, even if fewer steps of the epoch remain.
+            done = min(done, self.steps)
+        new = done - position.epoch_step
+        position.epoch_step = done
         position.step += new
         position.drawn += new
         self._record_generators()
         return new
 
     def progress(self, epochs: int) -> dict[str, Any]:
-        """Returns the position for `Progress.write`."""
-        position, steps = self.position, self.steps
-        total = position.step - position.epoch_step + (epochs - position.epoch) * steps if steps else 0
+        """Returns the position for `progress.write`."""
+        position = self.position
+        total = 0  # unknown
+        if self.steps:
+            total = position.step - position.epoch_step + (epochs - position.epoch) * self.steps
         return {"done": position.step, "epoch": min(position.epoch + 1, epochs), "epochs": epochs, "total": total}
 
     def next_epoch(self, epoch: int) -> None:
         """Records that an epoch, from 0, and its validation have ended."""
-        self.position.epoch, self.position.epoch_step = epoch + 1, 0
+        self.position.epoch = epoch + 1
+        self.position.epoch_step = 0
         self._record_generators()
 
     def _record_generators(self) -> None:
@@ -126,9 +133,11 @@ class TrainingPasses(Passes):
         return bool(self._resumes and position.passes and (position.epoch_step or self.steps_per_epoch))
 
     def _open(self, is_read: bool = True) -> None:
-        position, in_pass = self.position, self._resumes_within_pass
+        position = self.position
+        in_pass = self._resumes_within_pass
         if not in_pass:
-            position.passes, position.drawn = position.passes + 1, 0
+            position.passes += 1
+            position.drawn = 0
         if not self._resumes:
             if is_read or not self.source.datasets:
                 self.state.begin_pass(position.passes)
@@ -136,7 +145,8 @@ class TrainingPasses(Passes):
             return
         # Only the first pass after a resume is replayed. Drop the old iterator first: it might read ahead and draw random numbers.
         self.close()
-        self._resumes, self._seen = False, position.drawn
+        self._resumes = False
+        self._seen = position.drawn
         self._begin_pass()
         batches = self.source.steps
         if in_pass and self.source.datasets and batches is not None and position.drawn >= batches:

@@ -1,6 +1,6 @@
 """Access to files of a backup folder. It follows no links, opens only regular files, and distinguishes unreadable from absent files.
 
-Local paths go to the operating system, and URLs to fsspec (`runtime/storage.py`).
+Local paths go to the operating system, and URLs to fsspec (`runtime/folders/storage.py`).
 """
 
 from __future__ import annotations
@@ -9,25 +9,26 @@ import os
 import re
 import stat
 from collections.abc import Collection
-from typing import BinaryIO
 
 import tensorflow as tf
 
 from tfdist.errors import ConfigError
-from tfdist.runtime import storage as urls
-from tfdist.runtime.files import kind_of
+from tfdist.runtime.files import kind_of, open_regular
+from tfdist.runtime.folders import storage as urls
 
 _CHUNK = 1 << 24  # bytes
 _ABSENT = (FileNotFoundError, NotADirectoryError)
 # Errors that do not depend on the content of a file.
 PASSING = (
-    *(
-        tf.errors.UnavailableError,
-        tf.errors.PermissionDeniedError,
-        tf.errors.DeadlineExceededError,
-        tf.errors.AbortedError,
-    ),
-    *(tf.errors.ResourceExhaustedError, tf.errors.UnauthenticatedError, tf.errors.CancelledError, OSError, MemoryError),
+    tf.errors.UnavailableError,
+    tf.errors.PermissionDeniedError,
+    tf.errors.DeadlineExceededError,
+    tf.errors.AbortedError,
+    tf.errors.ResourceExhaustedError,
+    tf.errors.UnauthenticatedError,
+    tf.errors.CancelledError,
+    OSError,
+    MemoryError,
 )
 ERRORS = (OSError, MemoryError)  # that reading may raise
 
@@ -38,6 +39,10 @@ class ReadError(Exception):
 
 class CorruptBackupError(ReadError):
     """A backup is damaged: it was read, and differs from the data written."""
+
+
+class UnfinishedBackupError(CorruptBackupError):
+    """A backup has never been complete."""
 
 
 class UnreadableBackupError(ReadError):
@@ -53,7 +58,9 @@ def first_line(error: BaseException) -> str:
 def unreadable(path: str, error: BaseException) -> UnreadableBackupError:
     """Returns the error that names a path and why it cannot be read."""
     reason = first_line(error)
-    return UnreadableBackupError(reason if isinstance(error, urls.StorageError) else f"{path} cannot be read: {reason}")
+    if not isinstance(error, urls.StorageError):  # whose message names the URL
+        reason = f"{path} cannot be read: {reason}"
+    return UnreadableBackupError(reason)
 
 
 def is_local(path: str) -> bool:
@@ -113,7 +120,7 @@ def read(path: str) -> bytes:
     try:
         if not is_local(path):
             return urls.read(path)
-        with _open(path) as file:
+        with open_regular(path) as file:
             return file.read()
     except FileNotFoundError as e:
         raise CorruptBackupError(f"{path} is missing") from e
@@ -124,7 +131,7 @@ def read(path: str) -> bytes:
 def check_readable(path: str) -> None:
     """Reads a local file to its end. Raises UnreadableBackupError."""
     try:
-        with _open(path) as file:
+        with open_regular(path) as file:
             while file.read(_CHUNK):
                 pass
     except ERRORS as e:
@@ -153,8 +160,3 @@ def discard_irregular(path: str) -> None:
     """Removes a link, a FIFO or a socket at the path of a file that will be written."""
     if is_local(path) and os.path.lexists(path) and not stat.S_ISREG(os.lstat(path).st_mode):
         os.unlink(path)
-
-
-def _open(path: str) -> BinaryIO:
-    # O_NONBLOCK: a FIFO that has replaced the file since the check would block.
-    return os.fdopen(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC), "rb")

@@ -2,18 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import os
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Any
 
-from tfdist.backup import contents, files
+from tfdist.backup import files, search
 from tfdist.backup.contents import SavePoint
-from tfdist.backup.files import CorruptBackupError, ReadError, UnreadableBackupError
-from tfdist.backup.search import FORMAT
-from tfdist.backup.storage import MANIFEST, SHARED, Storage
-from tfdist.errors import BackupError
+from tfdist.backup.files import CorruptBackupError, ReadError, UnfinishedBackupError
+from tfdist.backup.storage import Storage
+from tfdist.errors import BackupError, ConfigError
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,21 +57,13 @@ def read(folder: str) -> list[Listed]:
     """Reads all files of the backups in a folder; returns the backups, newest first. Skips backups that are being removed."""
     storage = Storage(folder, 0, 1)
     try:
-        points = storage.points()
+        owners = search.owners_of(folder)
+        points, completed = search.list_backups(storage, owners)
     except ReadError as e:
         raise BackupError(f"{e}") from e
-    backups = [_read(storage, point) for point in points]
+    backups = [_read(storage, point, owners, point in completed) for point in points]
     # Check after the files were read, because another task may have removed them in the meantime.
     return [backup for backup in backups if backup.state == "whole" or not storage.is_removed(backup.point)]
-
-
-def check_manifest(storage: Storage, point: SavePoint) -> dict[str, Any]:
-    """Returns a backup's manifest after a check that all files in it exist. Raises ReadError if the backup is incomplete or of another version."""
-    manifest = storage.read_manifest(point)
-    if manifest.get("format") != FORMAT:
-        raise UnreadableBackupError(f"{storage.path(point)} was written by another version of tfdist")
-    contents.check_manifest(manifest, point, storage.path(point, MANIFEST))
-    return manifest
 
 
 def table(backups: Sequence[Listed]) -> str:
@@ -80,29 +72,33 @@ def table(backups: Sequence[Listed]) -> str:
     rows: list[tuple[str, ...]] = [heads]
     for backup in backups:
         cells = backup.described()
-        written = backup.written and f"{datetime.datetime.fromtimestamp(backup.written):%Y-%m-%d %H:%M:%S}"
-        cells |= {"written": written, "size": f"{backup.bytes / 1e6:.1f} MB"}
+        cells["size"] = f"{backup.bytes / 1e6:.1f} MB"
+        if backup.written is not None:
+            cells["written"] = f"{datetime.datetime.fromtimestamp(backup.written):%Y-%m-%d %H:%M:%S}"
         rows.append(tuple("-" if cells[head] is None else str(cells[head]) for head in heads))
     widths = [max(len(row[i]) for row in rows) for i in range(len(heads))]
     lines = ["  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)).rstrip() for row in rows]
     return "\n".join([*lines, *(f"{backup.point.folder}: {backup.why}" for backup in backups if backup.why)])
 
 
-def _read(storage: Storage, point: SavePoint) -> Listed:
-    state, why, manifest = "whole", "", {}
+def _read(storage: Storage, point: SavePoint, owners: Collection[int], was_complete: bool) -> Listed:
+    state = "whole"
+    why = ""
+    manifest: Mapping[str, Any] = {}
+    written: float | None = None
+    with contextlib.suppress(ReadError, ConfigError):  # the call below raises it again
+        manifest = storage.read_manifest(point)
     try:
-        if storage.is_unfinished(point):
-            state, why = "unfinished", f"{storage.path(point)} was not finished"
-        else:
-            manifest = check_manifest(storage, point)
-            shared = storage.read_part(point, SHARED)
-            for rank in range(manifest["tasks"]):
-                contents.check_tensors(manifest, shared, storage.read_part(point, f"rank-{rank}"), storage.path(point))
-    except CorruptBackupError as e:
-        state, why = "damaged", str(e)
-    except UnreadableBackupError as e:
-        state, why = "unreadable", str(e)
-    written = storage.written_at(point) / 1e9 if storage.is_complete(point) else None
+        search.read_backup(storage, point, owners, was_complete)
+    except (ReadError, ConfigError) as e:
+        why = str(e)
+        state = "unreadable"
+        if isinstance(e, CorruptBackupError):
+            state = "damaged"
+        if isinstance(e, UnfinishedBackupError):
+            state = "unfinished"
+    if storage.is_complete(point):
+        written = storage.written_at(point) / 1e9
     return Listed(point, state, why, written, _size(storage, point), manifest)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import os
@@ -12,17 +11,16 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from tfdist.backup import contents, files, unshared
-from tfdist.backup.contents import BEFORE_ALL, SavePoint
-from tfdist.backup.files import CorruptBackupError, UnreadableBackupError
+from tfdist.backup import contents, files, pieces, unshared
+from tfdist.backup.contents import BEFORE_ALL, SavePoint, part_of
+from tfdist.backup.files import CorruptBackupError, UnfinishedBackupError, UnreadableBackupError
 from tfdist.backup.state import is_of_replica
-from tfdist.backup.storage import MANIFEST, SHARED, STATE_FILE, Storage, part_of
+from tfdist.backup.storage import REMEDY, STATE_FILE, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import storage as urls
+from tfdist.runtime.folders import storage as urls
 from tfdist.runtime.log import logger
 
-FORMAT = 2
 _SHARED_WITHIN = 30.0  # seconds within which a file of the chief must be visible to the other tasks
 _PATIENCE = 10.0  # seconds for which an unreadable file is tried again
 _RETRY_EVERY = 0.5
@@ -72,24 +70,33 @@ def find_backup(
 ) -> Snapshot | None:
     """Reads the newest complete backup; returns None if the folder has never had a backup. A collective.
 
-    `had_backup` says that this run wrote a backup before it was restarted. `reach` is the result of `check_folder`, if the caller has it. Raises ConfigError if the folder cannot be used, or a backup belongs to
-    another cluster or user. Raises BackupError if backups existed but none is complete, or if a backup cannot be read.
+    `had_backup` says that this run wrote a backup before it was restarted. `reach` is the result of `check_folder`, if the caller has it.
+    Raises ConfigError if the folder cannot be used, or a backup belongs to another cluster or user. Raises BackupError if backups existed but
+    none is complete, or if a backup cannot be read.
     """
     reach = reach or check_folder(storage, ranks)
-    listed = _agreed(ranks, storage.folder, _attempt(lambda: _list_backups(storage, reach.owners)))
-    points, completed = listed or ([], set())
+    points, completed = _agreed(ranks, storage.folder, _attempt(lambda: list_backups(storage, reach.owners)))
+    readers: Sequence[int] = [ranks.rank]
     if not reach.is_shared:
-        unshared.check_others(storage, ranks, (points, completed), reach.is_blind)
+        unshared.check_others(storage, ranks, points, reach.is_blind)
+        # The chief reads the parts of all ranks, and sends them; it ignores what the others have in their folders.
+        readers = range(ranks.size)
         if not ranks.is_chief:
-            points, completed = [], set()
+            readers = []
+            completed = set()
     snapshot: Snapshot | None = None
     torn: list[str] = []
-    next_point = functools.partial(unshared.point_of_chief, ranks)
-    readers = [ranks.rank] if reach.is_shared else range(ranks.size if ranks.is_chief else 0)
-    while snapshot is None and (point := next_point(points.pop(0) if points else BEFORE_ALL)) != BEFORE_ALL:
-        read = functools.partial(_read, storage, point, size, reach.owners, point in completed, readers)
-        outcome = _attempt(read)
-        parts: _Parts | None = _agreed(ranks, storage.path(point), outcome)
+    untried = iter(points)
+    while snapshot is None:
+        # All ranks try the chief's backups: network storage may list others on another host.
+        point = unshared.point_of_chief(ranks, next(untried, BEFORE_ALL))
+        if point == BEFORE_ALL:
+            break
+        outcome = _Outcome(_READ, Parts({}, {}, []))
+        if readers:  # else the chief reads, and will send this rank's parts
+            read = functools.partial(read_backup, storage, point, reach.owners, point in completed, size, readers)
+            outcome = _attempt(read)
+        parts: Parts | None = _agreed(ranks, storage.path(point), outcome)
         if parts and reach.is_shared:
             snapshot = Snapshot(point, parts.manifest, parts.shared, parts.own[0])
         elif parts:
@@ -118,7 +125,7 @@ def read_seed(folder: str) -> int | None:
         outcome = _attempt(functools.partial(storage.read_manifest, point))
         if outcome.code == _UNREADABLE:
             break  # `find_backup` will raise
-        if outcome.code == _READ and isinstance(outcome.value.get("seed"), int):
+        if outcome.code == _READ:
             return int(outcome.value["seed"])
     return None
 
@@ -136,7 +143,8 @@ _READ, _TORN, _UNREADABLE, _REFUSED = range(4)  # all ranks act on the highest c
 
 def _attempt(read: Callable[[], Any]) -> _Outcome:
     """Calls `read`; retries for some seconds if a file is unreadable. Returns errors as an outcome, because the other ranks wait for it."""
-    deadline = None  # set at the first failure: a single read may take longer to fail than all retries
+    # Set at the first failure, because a single read may take longer to fail than all retries.
+    deadline = None
     while True:
         try:
             return _Outcome(_READ, read())
@@ -160,9 +168,12 @@ def _agreed(ranks: Ranks, path: str, outcome: _Outcome) -> Any:
     """
     codes = ranks.gather(float(outcome.code))[:, 0]
     worst = int(codes.max())
-    if worst < _UNREADABLE:
-        return outcome.value if worst == _READ else None
-    fault = ranks.agree(outcome.why if outcome.code == worst else "")
+    if worst == _READ:
+        return outcome.value
+    if worst == _TORN:
+        return None
+    why = outcome.why if outcome.code == worst else ""
+    fault = ranks.agree(why)
     if worst == _REFUSED:
         raise ConfigError(fault)
     raise BackupError(
@@ -171,44 +182,64 @@ def _agreed(ranks: Ranks, path: str, outcome: _Outcome) -> Any:
     )
 
 
-def _list_backups(storage: Storage, owners: Collection[int]) -> tuple[list[SavePoint], set[SavePoint]]:
+def list_backups(storage: Storage, owners: Collection[int]) -> tuple[list[SavePoint], set[SavePoint]]:
+    """Returns the save points of all backups, newest first, and of those that are, or once were, complete; raises ReadError or ConfigError."""
     files.check_owners(os.path.join(storage.folder, STATE_FILE), owners)
     return storage.points(), storage.completed()
 
 
-class _Parts(NamedTuple):
+class Parts(NamedTuple):
     manifest: Mapping[str, Any]
     shared: Mapping[str, Any]
     own: Sequence[Mapping[str, Any]]
 
 
-def _read(
+def read_backup(
     storage: Storage,
     point: SavePoint,
-    size: Size,
-    owners: Collection[int],
-    was_complete: bool,
-    readers: Sequence[int],
-) -> _Parts:
-    """Returns the manifest, the shared part and the own parts of the ranks `readers`; one own part if all ranks have the same."""
-    if not readers:  # the chief reads, and will send this rank's parts
-        return _Parts({}, {}, [])
+    owners: Collection[int] | None = None,
+    was_complete: bool = True,
+    size: Size | None = None,
+    readers: Sequence[int] | None = None,
+) -> Parts:
+    """Returns the manifest, the shared part and the own parts of ranks, after all checks of a backup; one own part if all ranks have the same.
+
+    `owners` are the trusted users, by default those of a process that writes nothing to the folder. `was_complete` says that the backup once
+    had a manifest. `size` is that of the run, by default that of
+    the backup, and `readers` are the ranks, by default all. Raises CorruptBackupError, UnreadableBackupError, and ConfigError as `find_backup` does.
+    """
     path = storage.path(point)
     if not files.is_folder(path):
         raise UnreadableBackupError(f"{path} cannot be read: it is not there")
+    if owners is None:
+        owners = owners_of(storage.folder)
     files.check_owners(path, owners)
     if not was_complete and storage.is_unfinished(point):
-        raise CorruptBackupError(f"{path} was not finished")
+        raise UnfinishedBackupError(f"{path} was not finished")
     manifest = storage.read_manifest(point)
-    _check_format(storage, point, manifest)
-    contents.check_manifest(manifest, point, storage.path(point, MANIFEST))
+    size = size or Size(manifest["tasks"], manifest["replicas"])
+    if readers is None:
+        readers = range(size.tasks)
     _check_size(storage, point, manifest, size)
-    shared = storage.read_part(point, SHARED)
-    is_same = size.replicas != manifest["replicas"]
-    parts = [_read_own(storage, point, manifest, rank, size) for rank in (readers[:1] if is_same else readers)]
+    shared = storage.read_shared(point, manifest["tasks"])
+    if size.replicas != manifest["replicas"]:
+        readers = readers[:1]  # all ranks have the same own part: the state of all replicas
+    parts = [_read_own(storage, point, manifest, rank, size) for rank in readers]
     for own in parts:
         contents.check_tensors(manifest, shared, own, path)
-    return _Parts(manifest, shared, parts)
+    return Parts(manifest, shared, parts)
+
+
+def owners_of(folder: str) -> set[int]:
+    """Returns the users whose files a process trusts that reads a folder of backups and writes nothing to it."""
+    owners = {0, os.geteuid()}
+    if files.is_local(folder) and not unshared.is_on_own_disk(folder):
+        try:
+            # Network storage may show another id of this user; it then shows the same id for the folder.
+            owners.add(os.stat(folder).st_uid)
+        except OSError as e:
+            raise files.unreadable(folder, e) from e
+    return owners
 
 
 def _read_own(
@@ -218,18 +249,21 @@ def _read_own(
 
     If the number of replicas has changed, returns the state of all replicas: it is combined once the model is built.
     """
-    per_part = manifest["replicas"] // manifest["tasks"]
+    tasks = manifest["tasks"]
+    first_part = 0
+    parts = range(tasks)
     if size.replicas == manifest["replicas"]:
-        local = size.replicas // size.tasks
-        task_part, last = rank * local // per_part, (rank * local + local - 1) // per_part
-        parts = range(task_part, last + 1)
-    else:
-        task_part, parts = 0, range(manifest["tasks"])
-    own: dict[str, np.ndarray] = {}
+        first_part = rank * tasks // size.tasks
+        # In a mesh several tasks have the same replica, in an order that depends on the mesh: its state is taken from any part.
+        if size.replicas >= max(tasks, size.tasks):
+            parts = range(first_part, -(-(rank + 1) * tasks // size.tasks))
+    # The state of a task, rather than of its replicas, comes from one part only.
+    own = storage.read_part(point, part_of(first_part))
     for part in parts:
-        tensors = storage.read_part(point, part_of(part))
-        own |= tensors if part == task_part else {name: tensors[name] for name in tensors if is_of_replica(name)}
-    return own
+        if part != first_part:
+            tensors = storage.read_part(point, part_of(part))
+            own |= {name: value for name, value in tensors.items() if is_of_replica(name)}
+    return pieces.without_pieces(own)
 
 
 def check_folder(storage: Storage, ranks: Ranks) -> Reach:
@@ -238,66 +272,61 @@ def check_folder(storage: Storage, ranks: Ranks) -> Reach:
     Raises ConfigError if a task cannot write there, or does not see the chief's files at a URL.
     """
     folder = storage.folder
-    chief_probe, own_probe = (os.path.join(folder, f"rank-{rank}.probe") for rank in (0, ranks.rank))
-    why, owner = "", 0
+    is_local = files.is_local(folder)
+    own_probe = os.path.join(folder, f"rank-{ranks.rank}.probe")
+    why = ""
+    owner = 0  # root, whose files are trusted anyway: files at a URL have no owner
     try:
         urls.make_folder(folder)
         files.discard_irregular(own_probe)
         urls.with_retries(lambda: urls.write(own_probe, b"x"), _PROBE_PAUSES)
-        owner = os.lstat(own_probe).st_uid if files.is_local(own_probe) else 0
+        if is_local:
+            owner = os.lstat(own_probe).st_uid
     except OSError as e:
         why = files.first_line(e)
     owners, failed = ranks.gather(float(owner), float(bool(why))).T
-    # The chief has written its file, so a disk of this host would show it at once.
-    deadline = time.monotonic() + (0.0 if unshared.is_on_own_disk(folder) else _SHARED_WITHIN)
-    while not failed.any() and not (sees_chief := _is_there(chief_probe)) and time.monotonic() < deadline:
-        time.sleep(0.1)
-    blind = ranks.gather(float(not failed.any() and not sees_chief))[:, 0]
-    with contextlib.suppress(urls.StorageError):
-        urls.remove(own_probe)
-    if failed.any():
-        check = "Is there space, and permission to write?" if files.is_local(folder) else _CHECK_URL
-        raise ConfigError(f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. {check} {_NO_SHARED}")
-    if blind.any() and not files.is_local(folder):
-        raise ConfigError(
-            f"backup_dir {folder!r} must be a folder that all tasks share, but task {_numbers(blind)} does not see the chief's files there. "
-            f"{_NO_SHARED}"
-        )
-    if blind.any():
-        unshared.announce(folder, ranks, np.flatnonzero(blind).tolist())
-    trusted = frozenset({0, os.geteuid(), *map(int, owners)})
-    return Reach(trusted, is_shared=not blind.any(), is_blind=bool(blind[ranks.rank]))
-
-
-def _is_there(path: str) -> bool:
+    # A rank removes its probe only after all ranks have looked for the chief's.
+    sees_chief = failed.any() or _sees_chief(folder)
+    blind = np.flatnonzero(ranks.gather(float(not sees_chief))[:, 0]).tolist()
     try:
-        return urls.exists(path)
-    except urls.StorageError:
-        return False
-
-
-def _numbers(flags: Any) -> str:
-    return ", ".join(str(rank) for rank, flag in enumerate(flags) if flag)
-
-
-_REMEDY = "or, to train from the beginning, remove {!r} or choose another backup_dir."
-
-
-def _check_format(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]) -> None:
-    if manifest.get("format") != FORMAT:
+        urls.remove(own_probe)
+    except urls.StorageError:  # the next start overwrites it
+        pass
+    if failed.any():
+        check = "Is there space, and permission to write?" if is_local else _CHECK_URL
+        raise ConfigError(f"backup_dir {folder!r} cannot be written to: {ranks.agree(why)}. {check} {_NO_SHARED}")
+    if blind and not is_local:
         raise ConfigError(
-            f"The backup {storage.path(point)} was written by another version of tfdist: it has format {manifest.get('format')}, and this "
-            f"version reads format {FORMAT}. Continue with that version; {_REMEDY.format(storage.folder)}"
+            f"backup_dir {folder!r} must be a folder that all tasks share, but task {', '.join(map(str, blind))} does not see the chief's "
+            f"files there. {_NO_SHARED}"
         )
+    if blind:
+        unshared.announce(folder, ranks, blind)
+    trusted = frozenset({0, os.geteuid(), *map(int, owners)})
+    return Reach(trusted, is_shared=not blind, is_blind=ranks.rank in blind)
+
+
+def _sees_chief(folder: str) -> bool:
+    """Returns whether the chief's probe is there, or appears within the time that network storage may need to show it."""
+    # The chief has written its file, so a disk of this host would show it at once.
+    patience = 0.0 if unshared.is_on_own_disk(folder) else _SHARED_WITHIN
+    deadline = time.monotonic() + patience
+    while True:
+        try:
+            if urls.exists(os.path.join(folder, "rank-0.probe")):
+                return True
+        except urls.StorageError:
+            pass
+        if time.monotonic() >= deadline:
+            return False
+        time.sleep(0.1)
 
 
 def _check_size(storage: Storage, point: SavePoint, manifest: Mapping[str, Any], size: Size) -> None:
-    tasks, replicas = manifest["tasks"], manifest["replicas"]
-    path = storage.path(point)
-    if not (0 < tasks <= replicas and replicas % tasks == 0) and not size.is_fixed:
-        raise CorruptBackupError(f"{path} names {tasks} tasks and {replicas} replicas, which no run could have")
+    tasks = manifest["tasks"]
+    replicas = manifest["replicas"]
     if size.is_fixed and (tasks, replicas) != (size.tasks, size.replicas):
         raise ConfigError(
-            f"The backup {path} was made with tasks: {tasks}, replicas: {replicas}; this run has tasks: {size.tasks}, replicas: "
-            f"{size.replicas}. Under parameter servers start as many tasks as before; {_REMEDY.format(storage.folder)}"
+            f"The backup {storage.path(point)} was made with tasks: {tasks}, replicas: {replicas}; this run has tasks: {size.tasks}, replicas: "
+            f"{size.replicas}. Under parameter servers start as many tasks as before; {REMEDY.format(storage.folder)}"
         )

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
 import os
+import secrets
 import sys
 import time
 import uuid
@@ -19,24 +19,28 @@ import tensorflow as tf
 
 from tfdist.aliases import Logs, RandomGenerator, StepFunction
 from tfdist.backup import compatibility, files, state, unsaved_randomness
-from tfdist.backup.contents import BEFORE_ALL, SavePoint
+from tfdist.backup.contents import BEFORE_ALL, FORMAT, SavePoint
 from tfdist.backup.data_position import LoopPosition, TrainingPasses
-from tfdist.backup.search import FORMAT, Size, Snapshot, check_folder, find_backup
+from tfdist.backup.search import Size, Snapshot, check_folder, find_backup
 from tfdist.backup.snapshot_writer import SnapshotWriter
 from tfdist.backup.state import TrainingState, users_callbacks
 from tfdist.backup.storage import Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import optimizer_search, tf_internals
 from tfdist.compat.keras_loops import pythonify_logs
+from tfdist.config.backup import folder_faults
+from tfdist.config.constraints import Constraint, checked, option, value_faults
 from tfdist.data.python_generators import PROCESS_GENERATORS
 from tfdist.data.python_state import process_generator_states, set_process_generator_states
 from tfdist.engine import Engine
-from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import process_end, progress
-from tfdist.runtime import storage as urls
+from tfdist.errors import BackupError, ConfigError, format_value
+from tfdist.layers.hashed_embedding import evict_ids
+from tfdist.runtime.end import process_end
+from tfdist.runtime.end.process_end import Preemption
+from tfdist.runtime.folders import storage as urls
 from tfdist.runtime.log import logger
-from tfdist.runtime.phase import phase
-from tfdist.runtime.process_end import Preemption
+from tfdist.runtime.report import progress
+from tfdist.runtime.report.phase import phase
 
 _GENERATORS = "generators of the process"
 
@@ -61,7 +65,6 @@ class BackupSession:
         ranks: Ranks,
         arguments: Mapping[str, Any],
         engine: Engine,
-        task_progress: progress.Progress,
         next_folder: str,
     ):
         self._next_folder = next_folder  # of the next fit of this program
@@ -70,7 +73,7 @@ class BackupSession:
         self.before_validation: Snapshot | None = None
         self._options = options
         self.storage = storage
-        self._snapshots = SnapshotWriter(storage, ranks, options.keep, task_progress)
+        self._snapshots = SnapshotWriter(storage, ranks, options.keep)
         self._model = model
         self._ranks = ranks
         self._engine = engine
@@ -82,8 +85,7 @@ class BackupSession:
         warns = ranks.is_chief and not self._strategy.traits.asynchronous
         self._warnings = ResumeWarnings(warns)
         self._resume_from: Snapshot | None = None
-        self._about: dict[str, Any] = {"fit": dict(arguments), **options.config}
-        self.progress = task_progress
+        self._about: dict[str, Any] = {"fit": dict(arguments), **(options.config or {})}
         self._last_logs: Any = None
         # The point of the last backup: equal on all ranks, also while the backup is still being written.
         self._last_point: SavePoint | None = None
@@ -94,16 +96,20 @@ class BackupSession:
 
         Call it before Keras builds anything from the random seed.
         """
-        self._snapshots.check_free()
+        self._snapshots.lock_folder()
         had_backup = progress.had_backup(self.storage.folder)
         size = Size(self._ranks.size, self._strategy.num_replicas_in_sync, is_fixed=self._strategy.traits.asynchronous)
         reach = check_folder(self.storage, self._ranks)
         self.storage = self._snapshots.storage = dataclasses.replace(self.storage, is_shared=reach.is_shared)
         self._resume_from = find_backup(self.storage, self._ranks, size, had_backup, reach)
         current_seed = tf_internals.global_seed()
-        seed = self._resume_from.manifest["seed"] if self._resume_from else current_seed
+        seed = current_seed
+        if self._resume_from:
+            seed = self._resume_from.manifest["seed"]
+            self.training = self._resume_from.manifest["training"]
         if seed is None:
-            seed = int(self._ranks.broadcast_scalar(int.from_bytes(os.urandom(4), "little") >> 1))
+            seed = int(self._ranks.broadcast_scalar(secrets.randbits(31)))
+        # Setting a seed restarts TensorFlow's sequence of seeds for operations, also if the seed is the same.
         if current_seed != seed:
             tf.random.set_seed(seed)
             if self._resume_from:
@@ -112,8 +118,6 @@ class BackupSession:
                     "has another order. Set the seed first, or give the Trainer the backup_dir."
                 )
         self._seed = seed
-        if self._resume_from:
-            self.training = self._resume_from.manifest["training"]
         self._agreement.prepare(self._model)
 
     def watch(self, callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -126,7 +130,7 @@ class BackupSession:
     def on_train_begin(self, planned: range) -> range:
         """Restores the state, once all variables are built. Returns the remaining epochs of `planned`, which count from 0."""
         epochs = planned.stop
-        progress.mark_backed_up()
+        progress.write(backed_up=True)
         self._state = TrainingState(self._model, self._callbacks)
         self._state.check()
         # The variables come last: if they differ because the arguments or the model differ, the error names that cause.
@@ -146,56 +150,59 @@ class BackupSession:
         compatibility.check_same_training(
             self._about, saved_about, self.storage.path(snapshot.point), self.storage.folder
         )
-        self._state.resizes = snapshot.manifest["replicas"] != self._strategy.num_replicas_in_sync
+        # Only now: `take_folder` moves later backups aside, and must not touch the folder of another training.
         self._snapshots.take_folder(snapshot.point)
+        self._state.resizes = snapshot.manifest["replicas"] != self._strategy.num_replicas_in_sync
         position = LoopPosition(**snapshot.manifest["position"])
         stops = snapshot.manifest["stop_training"]
         self._last_logs = self._restore(snapshot)
         self._snapshots.saved = self._last_point = snapshot.point
         for callback in state.csv_loggers(self._callbacks):
             state.cut_log(callback, position.epoch)
-        first_epoch = epochs if stops and not position.epoch_step else position.epoch
+        first_epoch = position.epoch
+        if position.epoch_step:
+            self.resumed_logs = self._last_logs
+        elif stops:
+            first_epoch = epochs
         self.passes.resume(position, snapshot.own)
-        self.resumed_logs = self._last_logs if position.epoch_step else None
         if self._state.resizes and self._ranks.is_chief:
             logger.warning(
                 f"the backup was made with {snapshot.manifest['replicas']} replicas, and this run has "
                 f"{self._strategy.num_replicas_in_sync}: the order of the examples and the weights continue; moving statistics are averaged, "
                 "residuals of compression are added, and each replica draws other random numbers, so the bits differ from an undisturbed run."
             )
-        if ignored := self._state.ignored_attributes():
+        ignored = self._state.ignored_attributes()
+        if ignored:
             logger.warning(
                 f"{self.storage.path(snapshot.point)} contains {', '.join(ignored)}, which the state of these callbacks does not include: not restored"
             )
-        if forgotten := self._state.unsaved_callbacks():
+        forgotten = self._state.unsaved_callbacks()
+        if forgotten:
             logger.warning(
                 f"the state of {', '.join(forgotten)} is lost: a callback needs state_dict() and load_state_dict()"
             )
         if self._ranks.is_chief and first_epoch >= epochs and self._is_last():
-            path, last = self.storage.folder, position.epoch
-            further = (
-                f"To train further, raise epochs. Received: {epochs}."
-                if not stops
-                else "A higher number of epochs changes nothing, because a callback or stop_training has ended it."
-            )
+            further = f"To train further, raise epochs. Received: {epochs}."
+            if stops:
+                further = "A higher number of epochs changes nothing, because a callback or stop_training has ended it."
             logger.warning(
-                f"fit trains nothing: the training in backup_dir {path!r} finished at epoch {last} (step {position.step}). {further} To "
-                "train again from the beginning, remove its backups with trainer.delete_backup() after this fit, or by "
+                f"fit trains nothing: the training in backup_dir {self.storage.folder!r} finished at epoch {position.epoch} (step "
+                f"{position.step}). {further} To train again from the beginning, remove its backups with trainer.delete_backup() after this fit, or by "
                 "trainer.save, and start again; or choose another backup_dir."
             )
         elif self._ranks.is_chief:
-            where = f"step {position.epoch_step} of epoch {position.epoch + 1}" if position.epoch_step else "the end"
-            logger.info(
-                f"resuming from step {position.step} ({where}{'' if position.epoch_step else f' of epoch {position.epoch}'}) "
-                f"of {self.storage.path(snapshot.point)}"
-            )
+            where = f"the end of epoch {position.epoch}"
+            if position.epoch_step:
+                where = f"step {position.epoch_step} of epoch {position.epoch + 1}"
+            logger.info(f"resuming from step {position.step} ({where}) of {self.storage.path(snapshot.point)}")
         return range(first_epoch, epochs)
 
     def _is_last(self) -> bool:
         """Returns False if the program has begun a later fit, or if a supervisor has restarted it."""
-        with contextlib.suppress(OSError):
+        try:
             return not progress.restarts() and not urls.is_folder(self._next_folder)
-        return False
+        except OSError:  # only a warning depends on it
+            return False
 
     def _restore(self, snapshot: Snapshot) -> Logs:
         """Restores the state and the random generators of callbacks and steps; returns the last step's logs."""
@@ -206,10 +213,8 @@ class BackupSession:
         return logs
 
     def resumed(self, executions: Iterator[Any]) -> Iterator[Logs]:
-        """Yields the remaining executions of an epoch; restores the state once more, after the callbacks' hooks at the beginning of the epoch.
-
-        The first execution opens the pass over the data.
-        """
+        """Yields the remaining executions of an epoch; restores the state once more, after the callbacks' hooks at the beginning of the epoch."""
+        # Keras' reset of the metrics, the hooks, and the opening of the data, which `next` does, have changed what was restored.
         first = next(executions, None)
         snapshot, self._resume_from = self._resume_from, None
         if snapshot and snapshot.manifest["position"]["epoch_step"]:
@@ -229,10 +234,15 @@ class BackupSession:
         self._last_logs = logs
         self._warnings.on_execution_end(self._model.train_function, self._known_variables)
         freq = self._options.save_freq
+        is_due = isinstance(freq, int) and steps_done // freq > steps_before // freq
+        if is_due:
+            # Also if the ranks stop here: a resumed run does not come to this step again. Only at scheduled backups, so that the
+            # results depend neither on speed nor on signals.
+            evict_ids(self._model)
         should_stop, should_save = self._agreement.agree(self._model.train_function)
         if should_stop:
             self._save_and_exit(self._capture())
-        if should_save or (isinstance(freq, int) and steps_done // freq > steps_before // freq):
+        if should_save or is_due:
             self._save()
 
     def _known_variables(self) -> list[tf.Variable]:
@@ -242,6 +252,8 @@ class BackupSession:
         """Saves at the end of an epoch, if configured, and at the end of the last epoch."""
         self._snapshots.thread.check()
         self._warnings.on_epoch_end()
+        if self._options.save_freq == "epoch":
+            evict_ids(self._model)
         if self._ranks.size == 1 and self._agreement.is_preempted:
             self._save_and_exit(self._capture())
         if self._options.save_freq == "epoch" or last or self._model.stop_training:
@@ -250,7 +262,7 @@ class BackupSession:
     def on_validation_begin(self) -> None:
         """Captures the state before a validation, if the process may have to save during the validation."""
         position = self.passes.position
-        # An upload may fail.
+        # A backup that is being uploaded may fail, so it does not count as saved.
         is_local = files.is_local(self.storage.folder)
         is_saved = is_local and self._last_point == SavePoint(position.step, position.epoch_step == 0)
         if self._options.preemption and not is_saved and self._agreement.can_agree(self._model.test_function):
@@ -275,8 +287,10 @@ class BackupSession:
     def release(self) -> None:
         """Releases the folder, also after an error: this process may continue to run. Waits some seconds for a backup that is being written."""
         self._snapshots.thread.wait(5.0)
-        with contextlib.suppress(OSError):
+        try:
             self._snapshots.release()
+        except OSError:  # the next run takes the folder once this process has ended
+            pass
 
     def _save(self, is_last: bool = False) -> None:
         with phase("saving"):
@@ -294,25 +308,38 @@ class BackupSession:
             self._last_point = snapshot.point
             self._snapshots.start(snapshot, is_last=True)
             reason = self._snapshots.settle()  # one attempt, as the grace is short
-        self._check_last(reason)
-        with contextlib.suppress(tf.errors.OpError):  # the error of a rank that could not save
-            self._ranks.barrier()  # when one task exits, a scheduler may kill the tasks that are still writing
+        saved = self._snapshots.saved
+        if not saved:
+            self._check_last(reason)
+        # When one task exits, a scheduler may kill the tasks that are still writing.
+        try:
+            self._ranks.barrier()
+        except tf.errors.OpError:  # another rank could not save, and has left
+            pass
         if self._ranks.is_chief:
             step = self.passes.position.step
-            self.progress.write(saved=step)
-            logger.info(f"told to end (SIGTERM): saved at step {step}{progress.how_to_continue_mine()}")
+            if reason and saved and self._last_point:
+                # The exit code asks for a restart, which continues from the newest backup.
+                logger.warning(
+                    f"the backup {self._last_point.folder} could not be uploaded: {reason}; the newest backup is {saved.folder}"
+                )
+                step = saved.step
+            progress.write(saved=step)
+            logger.info(f"received SIGTERM: saved at step {step}{progress.how_to_continue_mine()}")
         sys.exit(process_end.PREEMPTED)
 
     def _check_last(self, reason: str) -> None:
         """Raises BackupError if the last backup could not be uploaded, for a reason."""
         if reason and self._last_point:
-            saved = self._snapshots.saved
-            newest = f"The newest backup is {saved.folder}" if saved else "There is no other backup"
+            newest = "There is no other backup"
+            if self._snapshots.saved:
+                newest = f"The newest backup is {self._snapshots.saved.folder}"
             raise BackupError(
                 f"The last backup, {self._last_point.folder}, could not be uploaded: {reason}. {newest}. Check the storage, and start again."
             )
 
     def _capture(self, to_host: bool = True) -> Snapshot:
+        # The variables may change, and the position does not count steps, while steps are in flight.
         self._engine.drain(self._model)
         position = self.passes.position
         shared, own = self._state.capture(self._logs(), to_host)
@@ -334,47 +361,56 @@ class BackupSession:
     def _logs(self) -> Logs:
         """Returns the logs that the epoch would have if it ended now."""
         computed: dict[str, Any] = getattr(self._model.train_function, "computed_logs", dict)()
-        return {**(self._last_logs or {}), **pythonify_logs(computed)} if computed else self._last_logs
+        if not computed:
+            return self._last_logs
+        return {**(self._last_logs or {}), **pythonify_logs(computed)}
 
 
-@dataclasses.dataclass(frozen=True)
+def _folder_faults(where: str, folder: Any) -> Iterator[str]:
+    if not isinstance(folder, (str, os.PathLike)) or not isinstance(os.fspath(folder), str):
+        yield f"{where} must be a text or a path. Received: {format_value(folder)}."
+    elif not os.fspath(folder):
+        yield f"{where} must be a folder. Received: ''."
+    else:
+        yield from folder_faults(where, os.fspath(folder))
+
+
+_SECONDS: Constraint = (
+    "a number of seconds, more than 0",
+    lambda seconds: type(seconds) is not bool and isinstance(seconds, (int, float)) and seconds > 0,
+)
+_SWITCH: Constraint = ("True or False", (True, False).__contains__)
+
+
+@dataclasses.dataclass(eq=False, repr=False)
 class BackupOptions:
-    """The options of backups; `BackupAndRestore` describes the arguments and errors, which are the same."""
+    """The options of backups; `BackupAndRestore`, which inherits them, describes them."""
 
-    backup_dir: str
-    save_freq: str | int
-    save_every_seconds: float | None
-    keep: int
-    delete_checkpoint: bool
-    save_before_preemption: bool
-    grace_seconds: float
-    config: Mapping[str, Any]
+    backup_dir: str | os.PathLike[str] = checked(dataclasses.MISSING, _folder_faults)  # noqa: RUF009 (a field)
+    save_freq: str | int = option(
+        "epoch",
+        "'epoch' or a number of steps, 1 or more",
+        lambda freq: freq == "epoch" or (type(freq) is int and freq > 0),
+    )
+    save_every_seconds: float | None = option(None, *_SECONDS)
+    keep: int = option(2, "1 or more", lambda keep: isinstance(keep, int) and keep > 0)
+    delete_checkpoint: bool = option(True, *_SWITCH)
+    save_before_preemption: bool = option(True, *_SWITCH)
+    grace_seconds: float = option(25.0, *_SECONDS)
+    config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        if faults := list(self._faults()):
+        faults = [fault for _, fault in value_faults(self, "")]
+        if faults:
             raise ConfigError(faults)
+        self.backup_dir = os.fspath(self.backup_dir)
 
     @functools.cached_property
     def preemption(self) -> Preemption | None:
         """Receives SIGTERM; None leaves the signal alone."""
-        return Preemption(self.grace_seconds) if self.save_before_preemption else None
-
-    def _faults(self) -> Iterator[str]:
-        folder, save_freq = self.backup_dir, self.save_freq
-        if not folder:
-            yield "backup_dir must be a folder. Received: ''."
-        yield from urls.faults("backup_dir", folder)
-        if files.is_local(folder) and os.path.exists(folder) and not os.path.isdir(folder):
-            yield f"backup_dir must be a folder, and {folder!r} is a file."
-        whole = isinstance(save_freq, int) and not isinstance(save_freq, bool) and save_freq > 0
-        if save_freq != "epoch" and not whole:
-            yield f"save_freq must be 'epoch' or a number of steps, 1 or more. Received: {save_freq!r}."
-        if self.save_every_seconds is not None and not self.save_every_seconds > 0:
-            yield f"save_every_seconds must be more than 0, or None. Received: {self.save_every_seconds!r}."
-        if not isinstance(self.keep, int) or self.keep < 1:
-            yield f"keep must be 1 or more. Received: {self.keep!r}."
-        if not self.grace_seconds > 0:
-            yield f"grace_seconds must be more than 0. Received: {self.grace_seconds!r}."
+        if not self.save_before_preemption:
+            return None
+        return Preemption(self.grace_seconds)
 
 
 @dataclasses.dataclass(eq=False)
@@ -420,6 +456,7 @@ class SaveAgreement:
         should_save = bool(self.ranks.is_chief and seconds and time.monotonic() - self._saved_at >= seconds)
         if self.ranks.size == 1:
             return self.is_preempted, should_save
+        # The sums of the execution that has ended. What `_note` writes is summed by the next one.
         flags = getattr(function, "agreed_flags", None)
         if self.is_preempted or should_save:
             self._note(self.is_preempted, should_save)
@@ -451,7 +488,8 @@ class ResumeWarnings:
     def on_train_begin(self, passes: TrainingPasses, callbacks: Sequence[keras.callbacks.Callback]) -> None:
         """Warns of data whose random state cannot be saved; callbacks may draw while a thread reads the data."""
         if self._enabled:
-            self._generators = () if passes.state.calls_python else PROCESS_GENERATORS
+            if not passes.state.calls_python:
+                self._generators = PROCESS_GENERATORS
             unsaved_randomness.warn_if_inexact(list(passes.doubts(callbacks)))
 
     def on_execution_end(self, function: StepFunction, known_variables: Callable[[], Sequence[tf.Variable]]) -> None:

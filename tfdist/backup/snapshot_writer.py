@@ -2,22 +2,23 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfdist.backup import files, unshared
-from tfdist.backup.contents import SavePoint
+from tfdist.backup.contents import SHARED, SavePoint, part_of
 from tfdist.backup.files import ReadError, first_line
+from tfdist.backup.pieces import ServerError, ServerRows
 from tfdist.backup.search import Snapshot
-from tfdist.backup.storage import SHARED, Storage, part_of, remove_damaged, set_damaged_aside
+from tfdist.backup.storage import Storage, remove_damaged, set_damaged_aside
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
-from tfdist.runtime import late_removal, mirror, ownership, progress
-from tfdist.runtime import storage as urls
+from tfdist.runtime.folders import finished_training
+from tfdist.runtime.folders import storage as urls
+from tfdist.runtime.folders.claim import Claim
 from tfdist.runtime.log import logger
-from tfdist.runtime.ownership import Ownership
+from tfdist.runtime.report import progress
 
 
 class SnapshotWriter:
@@ -31,12 +32,11 @@ class SnapshotWriter:
         saved: The point of the newest snapshot written; None before the first.
     """
 
-    def __init__(self, storage: Storage, ranks: Ranks, keep: int, task_progress: progress.Progress):
+    def __init__(self, storage: Storage, ranks: Ranks, keep: int):
         self.storage = storage
         self._ranks = ranks
         self._keep = keep
-        self._progress = task_progress
-        self._ownership = OwnershipMarker(storage.folder)
+        self._claim = Claim(storage.folder, "backup_dir")
         self._is_local = files.is_local(storage.folder)
         self.thread = WriterThread()
         self.saved: SavePoint | None = None
@@ -47,35 +47,43 @@ class SnapshotWriter:
         self._given_up = ""  # the error of another rank, for which the chief does not wait
         self._hurry = threading.Event()  # a newer snapshot waits: no further attempts
 
-    def check_free(self) -> None:
-        """Raises ConfigError if a live run on the chief's host owns the folder, or it is not writable. A collective."""
-        why = ""
-        if self._ranks.is_chief:
-            try:
-                self._ownership.check_free()
-            except ConfigError as e:
-                why = str(e)
-            except OSError as e:
-                why = f"backup_dir {self.storage.folder!r} cannot be written to: {first_line(e)}. Is there space, and permission to write?"
-        if fault := self._ranks.agree(why):
-            raise ConfigError(fault)
+    def lock_folder(self) -> None:
+        """Locks the folder, and removes the backups of another run's finished training. A collective.
 
-    def take_folder(self, after: SavePoint) -> None:
-        """Takes ownership of the folder, moves damaged backups later than `after` aside, and removes this rank's unfinished ones.
-
-        A collective. Raises BackupError if the folder cannot be changed.
-
-        Args:
-            after: The backup from which the run continues, or `BEFORE_ALL`.
+        Raises ConfigError if a live run on the chief's host owns the folder, or it is not writable.
         """
         why = ""
         if self._ranks.is_chief:
             try:
-                self._ownership.acquire()
+                self._claim.lock()
+                urls.with_retries(self._remove_finished)
+            except ConfigError as e:
+                why = str(e)
+            except OSError as e:
+                why = f"backup_dir {self.storage.folder!r} cannot be written to: {first_line(e)}. Is there space, and permission to write?"
+        fault = self._ranks.agree(why)
+        if fault:
+            raise ConfigError(fault)
+
+    def _remove_finished(self) -> None:
+        if finished_training.is_of_another_run(self.storage.folder):
+            finished_training.remove_backups(self.storage.folder)
+
+    def take_folder(self, after: SavePoint) -> None:
+        """Takes the folder, moves damaged backups later than `after` aside, and removes this rank's unfinished ones.
+
+        The run continues from `after`, which may be `BEFORE_ALL`. A collective. Raises BackupError if the folder cannot be changed.
+        """
+        why = ""
+        if self._ranks.is_chief:
+            try:
+                self._claim.take()
+                finished_training.resume(self.storage.folder)
                 set_damaged_aside(self.storage, after)
             except (OSError, ReadError) as e:
                 why = first_line(e)
-        if reason := self._ranks.agree(why):
+        reason = self._ranks.agree(why)
+        if reason:
             raise BackupError(
                 f"backup_dir {self.storage.folder!r} cannot be taken over: {reason}. Is there space, and permission to write?"
             )
@@ -89,31 +97,45 @@ class SnapshotWriter:
 
         `is_last` says that no newer snapshot follows: the caller reports a failure.
         """
-        if (point := snapshot.point) == self.saved:  # equal on all ranks, so all of them return
+        point = snapshot.point
+        if point == self.saved:  # equal on all ranks, so all of them return
             return
         if self._is_local:
-            # The main thread gathers, because a step's collectives run in it.
-            is_shared = self.storage.is_shared
-            parts = {self._ranks.rank: snapshot.own} if is_shared else unshared.gather_parts(self._ranks, snapshot.own)
+            parts: Mapping[int, Mapping[str, Any]] = {self._ranks.rank: snapshot.own}
+            if not self.storage.is_shared:
+                # The main thread gathers, because a step's collectives run in it.
+                parts = unshared.gather_parts(self._ranks, snapshot.own)
             self.thread.start(lambda: self._write(snapshot, parts))
+            self._wait_for_servers(snapshot)
             return
-        self._why, self._given_up, self._uploading = "", "", point
+        self._why = ""
+        self._given_up = ""
+        self._uploading = point
         self._hurry.clear()
-        if point == self._failed and (left := self._ranks.agree(self._remove_failed(point))):
-            self._why = left
-            if not is_last:
-                self._report(point)
-            return
-        self.thread.start(lambda: self._upload(snapshot, is_last))
+        if self._failed and not is_last:  # an outage: one attempt for each save
+            self._hurry.set()
+        if point == self._failed:
+            self._why = self._ranks.agree(self._remove_failed(point))
+        if not self._why:
+            self.thread.start(lambda: self._upload(snapshot, is_last))
+            self._wait_for_servers(snapshot)
+        elif not is_last:
+            self._report(point)
+
+    def _wait_for_servers(self, snapshot: Snapshot) -> None:
+        """Waits until a snapshot is written that has tables on servers: the next step would change their rows. Raises the error of a server."""
+        if any(isinstance(value, ServerRows) for value in snapshot.shared.values()):
+            try:
+                self.thread.finish()
+            except ServerError as e:
+                assert e.__cause__ is not None  # noqa: S101 (for the type checker)
+                raise e.__cause__ from None
 
     def settle(self, is_last: bool = False) -> str:
         """Waits until all ranks have written the snapshot or have failed. A collective.
 
-        Args:
-            is_last: Whether no newer snapshot follows: a failed upload is tried again for some seconds.
-
-        Returns:
-            Why the snapshot could not be uploaded on any rank; empty if it could. A local folder raises the error instead.
+        Returns why the snapshot could not be uploaded on any rank, or an empty text. A local folder raises the error instead.
+        If no newer snapshot follows (`is_last`), a failed upload is tried again for some seconds.
         """
         point, self._uploading = self._uploading, None
         if point is None:
@@ -121,16 +143,22 @@ class SnapshotWriter:
             return ""
         if not is_last:
             self._hurry.set()
-        # The chief waits for the other ranks' parts in its thread: first they say whether a part will not come.
+        # The chief's thread waits for the other ranks' parts. So they finish first, and say whether a part will not come.
+        why = ""
         if not self._ranks.is_chief:
             self.thread.finish()
-        reason = self._ranks.agree("" if self._ranks.is_chief else self._why)
+            why = self._why
+        reason = self._ranks.agree(why)
         if self._ranks.is_chief:
             self._given_up = reason
             self.thread.finish()
         reason = reason or self._ranks.agree(self._why)
-        self._failed = point if reason else None
-        if not reason:
+        if reason:
+            self._failed = point
+        else:
+            if self._failed and self._ranks.is_chief:
+                logger.info(f"backups are uploaded to {self.storage.folder} again")
+            self._failed = None
             self.saved = point
         return reason
 
@@ -143,13 +171,18 @@ class SnapshotWriter:
                 self._report(snapshot.point)
 
     def _report(self, point: SavePoint) -> None:
-        if self._ranks.is_chief:
-            newest = f"the newest backup is {self.saved.folder}" if self.saved else "there is no backup yet"
-            logger.warning(
-                f"the backup {point.folder} could not be uploaded: {self._why}. The training continues; {newest}; the next one will be tried."
-            )
-        else:
+        """Warns of a failed upload, unless the one before it failed, too."""
+        if self._failed:
+            return
+        if not self._ranks.is_chief:
             logger.warning(f"this task's part of the backup {point.folder} could not be uploaded: {self._why}")
+            return
+        newest = "there is no backup yet"
+        if self.saved:
+            newest = f"the newest backup is {self.saved.folder}"
+        logger.warning(
+            f"the backup {point.folder} could not be uploaded: {self._why}. The training continues; {newest}; the next one will be tried."
+        )
 
     def _remove_failed(self, point: SavePoint) -> str:
         """Removes what this rank has uploaded of a backup that failed, so that parts of two attempts do not mix; returns why it cannot."""
@@ -163,19 +196,19 @@ class SnapshotWriter:
         """Writes a snapshot's parts, given by rank; the chief also writes the shared part. Raises ConfigError if another run has taken the folder over."""
         storage, point = self.storage, snapshot.point
         if self._ranks.is_chief:
-            self._ownership.check()
-        mirror.settle()  # so that logs of the steps before the backup are not lost with this host
+            self._claim.check()
         for rank, own in parts.items():
             storage.write_part(point, part_of(rank), own, self._hurry)
         if self._ranks.is_chief:
             storage.write_part(point, SHARED, snapshot.shared, self._hurry)
-            self._ownership.check()  # check again: only the manifest makes the parts a backup
+            # Check again, because another run may have come meanwhile, and only the manifest makes the parts a backup.
+            self._claim.check()
             storage.write_manifest(point, snapshot.manifest, self._keep, self._hurry, lambda: self._given_up)
             remove_damaged(storage.folder)
             progress.note_backup(storage.folder)
-            late_removal.keep(storage.folder)
-            self._progress.write(saved=point.step)
-        if not self._ranks.is_chief or not self._is_local:  # a failed upload may have left files of the chief
+            progress.write(saved=point.step)
+        # The other ranks remove their files of backups that the chief has removed. The chief has left files only if an upload failed.
+        if not self._ranks.is_chief or not self._is_local:
             self._clean()
         if self._is_local:
             self.saved = point
@@ -195,57 +228,7 @@ class SnapshotWriter:
     def release(self) -> None:
         """Releases the folder if this run owns it."""
         if self._ranks.is_chief:
-            self._ownership.release()
-
-
-class OwnershipMarker(Ownership):
-    """A run's ownership of a backup folder, local or at a URL. The chief uses it.
-
-    Remote folders have no locks, and some file systems do not lock across hosts. There the run that started last owns the folder,
-    and an earlier one stops at its next backup. So a run that was presumed dead and restarted elsewhere does no damage when it
-    wakes up. The supervisor does not restart a run that lost the folder, because it would take the folder back.
-    """
-
-    def __init__(self, folder: str):
-        super().__init__(folder, "backup_dir")
-        self._is_local = files.is_local(folder)
-
-    def check_free(self) -> None:
-        if self._is_local:
-            os.makedirs(self._folder, exist_ok=True)
-        super().check_free()
-
-    def check(self) -> None:
-        """Raises ConfigError if another run has taken the folder over since `acquire`."""
-        owner = self.owner()
-        if owner not in (None, ownership.this_run()):
-            progress.mark_refusal()
-            raise ConfigError(
-                f"backup_dir {self._folder!r} was taken over by a newer run: {owner}. This run stops, so that the two do not "
-                "overwrite each other's backups. Give each run its own backup_dir."
-            )
-
-    def acquire(self) -> None:
-        if self._is_local:
-            super().acquire()
-        else:
-            urls.write(self._path, ownership.this_run().encode())
-
-    def owner(self) -> str | None:
-        if self._is_local:
-            return super().owner()
-        try:
-            return files.read(self._path).decode(errors="replace") or None
-        except ReadError:  # no marker, or it is unreadable
-            return None
-
-    def release(self) -> None:
-        super().release()
-        if not self._is_local and self.owner() == ownership.this_run():
-            urls.remove(self._path)
-
-    def _try_lock(self) -> bool:
-        return super()._try_lock() if self._is_local else not ownership.is_alive(self.owner() or "")
+            self._claim.release()
 
 
 class WriterThread:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
@@ -13,18 +12,21 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Json, Logs
-from tfdist.compat import optimizer_search
+from tfdist.backup import pieces
+from tfdist.compat import keras_internals, laid_out, optimizer_search, piece_optimizer
 from tfdist.compat.keras_internals import CALLBACK_STATE, SEED_STATE, STATELESS_ATTRIBUTES
 from tfdist.errors import ConfigError, format_value
+from tfdist.layers.table import Table, with_tables
 from tfdist.replicas import random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
+from tfdist.sharding.split_slot import SplitSlot
 
 REST = "rest"  # state that is not a tensor, as JSON
 _GLOBAL_SEED = "global seed"  # of this thread's `keras.random`
 _OF_REPLICA = re.compile(r"replica-(\d+)/(.*)", re.DOTALL)
-_ARRAY, _PAIRS = "array:", "pairs:"
+_ARRAY, _PAIRS, _SCALAR = "array:", "pairs:", "scalar:"
 
 
 class TrainingState:
@@ -42,48 +44,93 @@ class TrainingState:
         self._ignored: set[str] = set()
         self.resizes = False
         self._variables = dict(named_variables(model))
-        several = self._strategy.num_replicas_in_sync > 1 and not self._strategy.traits.asynchronous
-        self._replicas = self._strategy.local_replicas if several else [0]
-        slots = {id(v.value) for optimizer in optimizer_search.optimizers(model) for v in optimizer.variables}
+        self._replicas = [0]
+        if self._strategy.num_replicas_in_sync > 1 and not self._strategy.traits.asynchronous:
+            self._replicas = self._strategy.local_replicas
+        slots = {
+            id(v.value)
+            for optimizer in optimizer_search.optimizers(model)
+            for v in piece_optimizer.state_variables(optimizer)
+        }
+        # With `sync_every` each worker's optimizer has its own slots.
+        own_slots = slots if self._strategy.sync_every else set()
         self._per_replica = {
             name
             for name, variable in self._variables.items()
-            if _is_per_replica(variable, is_slot=id(variable) in slots)
+            if not (isinstance(variable, Table) or laid_out.is_laid_out(variable))
+            and (id(variable) in own_slots or _is_per_replica(variable, is_slot=id(variable) in slots))
         }
 
     def signature(self) -> dict[str, str]:
         """Returns each variable's shape and type, by name."""
-        return {name: f"{v.dtype.name}{list(v.shape)}" for name, v in self._variables.items()}
+        forms = {}
+        for name, variable in self._variables.items():
+            shape = variable.holder.shape if laid_out.is_laid_out(variable) else variable.shape
+            forms[name] = f"{tf.as_dtype(variable.dtype).name}{list(shape)}"
+        return forms
 
-    def capture(self, logs: Logs = None, to_host: bool = True) -> tuple[dict[str, tf.Tensor], dict[str, tf.Tensor]]:
+    def capture(self, logs: Logs = None, to_host: bool = True) -> tuple[dict[str, Any], dict[str, tf.Tensor]]:
         """Returns the state that all ranks share and this rank's own state, which includes the last step's `logs`.
 
         `to_host` copies the values of other devices to the host. Values are not copied within a device: TensorFlow copies a variable
-        at its next change if the old value is still in use.
+        at its next change if the old value is still in use. A large table on servers is not read here: the shared state has `ServerRows`,
+        and no step may run until they are written.
         """
-        shared: dict[str, tf.Tensor] = {}
+        self._statistics.show_shared()
+        shared: dict[str, Any] = {}
         own: dict[str, tf.Tensor] = {}
         with tf.device("CPU:0"):
             for name, variable in self._variables.items():
+                if isinstance(variable, Table) and variable.is_large and self._strategy.traits.asynchronous:
+                    shared |= self._on_servers(name, variable)
+                    continue
                 values = [component.read_value() for component in self._components(variable)]
                 if to_host:
                     values = [tf.identity(value) for value in values]
-                if name in self._per_replica:
+                if isinstance(variable, Table):
+                    layout = variable.layout
+                    holder = shared
+                    if layout.is_on_workers:
+                        holder = own
+                        shared[pieces.shape_key(name)] = tf.constant(variable.shape, tf.int64)
+                    per_shard = len(values) // len(layout.held)
+                    for shard, value in zip(layout.held, values[::per_shard], strict=True):
+                        # A worker's variable may have an unused row.
+                        holder[pieces.rows_key(shard, layout.count, name)] = value[: variable.rows_of(shard)]
+                elif isinstance(variable, SplitSlot):
+                    shared[pieces.shape_key(name)] = tf.constant(variable.shape, tf.int64)
+                    if variable.own.length:
+                        own[pieces.piece_key([variable.own.begin], name)] = values[0]
+                elif laid_out.is_laid_out(variable):
+                    shared[pieces.shape_key(name)] = tf.constant(variable.holder.shape, tf.int64)
+                    if variable.holder.stored_at is not None:
+                        own[pieces.piece_key(variable.holder.stored_at, name)] = values[0]
+                elif name in self._per_replica:
                     own |= self._by_replica(name, values)
                 else:
                     shared[name] = values[0]
-            if (seed := random_seeds.global_seed(self._strategy)) is not None:
+            seed = random_seeds.global_seed(self._strategy)
+            if seed is not None:
                 own |= self._by_replica(_GLOBAL_SEED, map(tf.identity, self._components(seed)))
             arrays: dict[str, np.ndarray] = {}
             callback_states = {name: _to_json(_get_state(c), name, arrays) for name, c in self._callbacks.items()}
             rest = {
                 "callbacks": callback_states,
                 "synchronized": self._statistics.synchronized,
+                "batch_shares": self._strategy.batch_shares and self._strategy.batch_shares.state(),
                 "logs": _to_json(logs, "logs", arrays),
             }
             own |= {_ARRAY + name: tf.convert_to_tensor(array) for name, array in arrays.items()}
             own[REST] = tf.constant(json.dumps(rest))
         return shared, own
+
+    def _on_servers(self, name: str, table: Table) -> dict[str, pieces.ServerRows]:
+        """Returns the shards of a table, by name, which the chief may not be able to hold."""
+        layout = table.layout
+        return {
+            pieces.rows_key(shard, layout.count, name): pieces.ServerRows(variable, list(variable.shape))
+            for shard, variable in zip(layout.held, self._components(table), strict=True)
+        }
 
     def check(self) -> None:
         """Raises ConfigError if the callbacks' present state cannot be backed up."""
@@ -93,13 +140,12 @@ class TrainingState:
     def restore(self, shared: Mapping[str, np.ndarray], own: Mapping[str, np.ndarray]) -> Logs:
         """Restores a state that `capture` has returned; the variables must have the same names and shapes. Returns the logs.
 
-        Args:
-            shared: The state that all ranks share.
-            own: The state of this rank and of its replicas; of all replicas if their number has changed.
+        If the number of replicas has changed, `own` is the state of all of them.
         """
         by_name: dict[str, dict[int, np.ndarray]] = {name: {0: value} for name, value in shared.items()}
         for key, value in own.items():
-            if match := _OF_REPLICA.fullmatch(key):
+            match = _OF_REPLICA.fullmatch(key)
+            if match:
                 by_name.setdefault(match[2], {})[int(match[1])] = value
         for name, variable in self._variables.items():
             self._assign(name, variable, by_name[name])
@@ -112,6 +158,8 @@ class TrainingState:
             if name in rest["callbacks"]:
                 self._ignored |= _set_state(callback, _from_json(rest["callbacks"][name], arrays))
         self._statistics.synchronized = rest["synchronized"]
+        if self._strategy.batch_shares:
+            self._strategy.batch_shares.restore(rest.get("batch_shares"))
         return _from_json(rest["logs"], arrays)
 
     def _by_replica(self, name: str, values: Iterable[tf.Tensor]) -> dict[str, tf.Tensor]:
@@ -119,6 +167,9 @@ class TrainingState:
 
     def _assign(self, name: str, variable: tf.Variable, values: Mapping[int, np.ndarray]) -> None:
         """Assigns saved values to a variable of this run. `values` has a value for each replica; a shared value has the key 0."""
+        if isinstance(variable, (SplitSlot, Table)) or laid_out.is_laid_out(variable):
+            variable.assign(np.asarray(values[0]))
+            return
         components = self._components(variable)
         if name not in self._per_replica and name != _GLOBAL_SEED:
             new = [_combined(variable, values)] * len(components)
@@ -131,8 +182,10 @@ class TrainingState:
 
     def local_variables(self) -> list[tf.Variable]:
         """Returns this process's components of all variables that `capture` reads."""
+        variables = list(self._variables.values())
         seed = random_seeds.global_seed(self._strategy)
-        variables = [*self._variables.values(), *([] if seed is None else [seed])]
+        if seed is not None:
+            variables.append(seed)
         return [component for variable in variables for component in self._components(variable)]
 
     def ignored_attributes(self) -> list[str]:
@@ -149,7 +202,14 @@ class TrainingState:
             }
         )
 
-    def _components(self, variable: tf.Variable) -> Sequence[tf.Variable]:
+    def _components(self, variable: tf.Variable | SplitSlot | Table) -> Sequence[tf.Variable]:
+        """Returns the variables on the devices of this process; of a table those of each shard, one shard after the other."""
+        if isinstance(variable, SplitSlot):
+            return [variable.piece]
+        if isinstance(variable, Table):
+            return [component for shard in variable.shards for component in self._components(shard.value)]
+        if laid_out.is_laid_out(variable):
+            variable = keras_internals.raw_value(variable)
         return self._strategy.experimental_local_results(variable)
 
 
@@ -180,8 +240,10 @@ def _for_replica(name: str, variable: tf.Variable, values: Mapping[int, np.ndarr
         first, counter = values[min(values)]
         return np.array([int(first) + replica * random_seeds.SEED_STRIDE, int(counter)]).astype(values[0].dtype)
     total = _combined(variable, values)
-    is_sum = variable.aggregation == tf.VariableAggregation.SUM
-    return np.zeros_like(total) if is_sum and replica else total
+    # The first replica has the sum of all, so that it does not change.
+    if replica and variable.aggregation == tf.VariableAggregation.SUM:
+        return np.zeros_like(total)
+    return total
 
 
 def _combined(variable: tf.Variable, values: Mapping[int, np.ndarray]) -> np.ndarray:
@@ -199,14 +261,28 @@ def users_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras
     return [c for c in callbacks if not type(c).__module__.startswith(("keras.", "tfdist."))]
 
 
-def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable]]:
-    """Yields (name, variable) once for every variable; the next run of the same program yields the same names."""
+def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable | SplitSlot | Table]]:
+    """Yields (name, variable) once for every variable; the next run of the same program yields the same names, with any number of shards."""
     optimizers = optimizer_search.optimizers(model)
-    known = [*model.variables, *model.metrics_variables, *(v for o in optimizers for v in o.variables)]
-    named = [(variable.path, variable.value) for variable in known]
-    for root in (model, *optimizers):  # variables that the user or a compressor created without Keras
+    known = [
+        *model.variables,
+        *model.metrics_variables,
+        *(v for o in optimizers for v in piece_optimizer.state_variables(o)),
+    ]
+    named: list[tuple[str, Any]] = []
+    parts: set[int] = set()  # which TensorFlow finds, too
+    for variable in with_tables(known, optimizers):
+        if laid_out.is_laid_out(variable):
+            named.append((variable.path, variable))
+            parts.add(id(keras_internals.raw_value(variable)))
+            continue
+        named.append((variable.path, variable.value))
+        if isinstance(variable.value, Table):
+            parts |= {id(shard.value) for shard in variable.value.shards}
+    # Keras does not know variables that the user or a compressor has created with TensorFlow.
+    for root in (model, *optimizers):
         tracked = tf.train.TrackableView(root).descendants()
-        named += [(variable.name, variable) for variable in tracked if isinstance(variable, tf.Variable)]
+        named += [(v.name, v) for v in tracked if isinstance(v, tf.Variable) and id(v) not in parts]
     unique = {id(variable): (name, variable) for name, variable in reversed(named)}
     for number, (name, variable) in enumerate(reversed(unique.values())):
         yield f"{number}/{name}", variable
@@ -256,13 +332,16 @@ def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set
 def _to_json(value: Any, name: str, arrays: dict[str, np.ndarray]) -> Json:
     """Returns a value as plain JSON. Arrays are added to `arrays`, and the JSON has their names."""
     if isinstance(value, Mapping):
-        if any(not isinstance(key, str) for key in value) or _ARRAY in value or _PAIRS in value:
+        if any(not isinstance(key, str) for key in value) or value.keys() & {_ARRAY, _PAIRS, _SCALAR}:
             return {_PAIRS: _to_json(list(value.items()), name, arrays)}
         return {key: _to_json(item, f"{name}/{key}", arrays) for key, item in value.items()}
     if isinstance(value, (list, tuple)):
         return [_to_json(item, f"{name}/{number}", arrays) for number, item in enumerate(value)]
-    if isinstance(value, np.generic) and not isinstance(value, np.str_):
-        return value.item() if isinstance(value, (np.floating, np.integer, np.bool_)) else str(value)
+    if isinstance(value, (np.floating, np.integer, np.bool_)):
+        # Keras sets a scalar weight only to a value with a shape.
+        return {_SCALAR: [value.dtype.name, value.item()]}
+    if isinstance(value, np.generic):
+        return str(value)
     if isinstance(value, (np.ndarray, tf.Tensor, tf.Variable, keras.Variable)):
         try:
             arrays[name] = np.array(value)
@@ -286,10 +365,15 @@ def _from_json(value: Any, arrays: Mapping[str, np.ndarray]) -> Json:
     if isinstance(value, dict):
         if set(value) == {_ARRAY}:
             return arrays[value[_ARRAY]]
+        if set(value) == {_SCALAR}:
+            dtype, number = value[_SCALAR]
+            return np.dtype(dtype).type(number)
         if set(value) == {_PAIRS}:
             return dict(_from_json(value[_PAIRS], arrays))
         return {key: _from_json(item, arrays) for key, item in value.items()}
-    return [_from_json(item, arrays) for item in value] if isinstance(value, list) else value
+    if isinstance(value, list):
+        return [_from_json(item, arrays) for item in value]
+    return value
 
 
 def csv_loggers(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.CSVLogger]:
@@ -323,7 +407,9 @@ def cut_log(callback: keras.callbacks.CSVLogger, epoch: int) -> None:
             f"cannot write {callback.filename}: {write_error_reason(e)}; the training continues, but the log has two rows for each repeated epoch. "
             "Free the disk."
         )
-        with contextlib.suppress(OSError, tf.errors.OpError):
+        try:
             tf.io.gfile.remove(partial)
+        except (OSError, tf.errors.OpError):  # it was not created, or the disk fails
+            pass
         return
     callback.on_train_begin()  # opens the file again

@@ -2,20 +2,19 @@
 
     backup/checkpoint                     names the backups, in TensorFlow's form
     backup/step-400/shared.{index,data}   state of all ranks, written by the chief
-    backup/step-400/rank-1.{index,data}   state of rank 1 alone, written by it
+    backup/step-400/rank-1.{index,data}   state of rank 1 alone, and its pieces of split slots, written by it
     backup/step-400/manifest.json         names all other files, with sizes and checksums; written last, by the chief
 
 At the end of an epoch the folder is `step-400-end`; another backup of the same step, from before the validation, may exist. A backup
 is never overwritten. The parts are TensorFlow checkpoints, which `tf.train.load_checkpoint` reads. Their indices hold a checksum of each tensor,
 and the manifest holds a checksum of each index, so that torn files and flipped bits are detected. A part's index appears when the part is
 complete, so the chief only waits for all indices. A rank deletes only its own files. The chief also deletes damaged backups: it renames
-them to `damaged-step-400` when a run continues from an older backup, and removes them once the next backup is complete. And it deletes
-the backups of a finished training, once the model's own `save` has written the model. A backup that is being removed has a file `removed`.
+them to `damaged-step-400` when a run continues from an older backup, and removes them once the next backup is complete. A backup that is
+being removed has a file `removed`. `runtime/folders/finished_training.py` removes the backups of a training whose model is saved.
 """
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 import json
@@ -30,18 +29,18 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backup import contents, files
-from tfdist.backup.contents import BEFORE_ALL, SavePoint
+from tfdist.backup import contents, files, pieces
+from tfdist.backup.contents import BEFORE_ALL, FORMAT, SHARED, SavePoint, part_of
 from tfdist.backup.files import CorruptBackupError, ReadError, UnreadableBackupError
-from tfdist.errors import BackupError
-from tfdist.runtime import storage as urls
+from tfdist.errors import BackupError, ConfigError, format_value
 from tfdist.runtime.files import WriteError, write_error_reason
+from tfdist.runtime.folders import storage as urls
+from tfdist.runtime.folders.temporary import temporary_folder
 from tfdist.runtime.log import logger
-from tfdist.runtime.temporary import temporary_folder
 
 MANIFEST = "manifest.json"
-SHARED = "shared"
 STATE_FILE = "checkpoint"
+REMEDY = "or, to train from the beginning, remove {!r} or choose another backup_dir."
 _PARTIAL = ".partial"
 _DATA_FILE = re.compile(r"\.data-.{5}-of-.{5}")
 _PART_FILE = re.compile(r"rank-(\d+)\.")
@@ -68,11 +67,6 @@ class Storage:
     rank: int
     ranks: int
     is_shared: bool = True
-
-    @property
-    def part(self) -> str:
-        """The name of this rank's part."""
-        return part_of(self.rank)
 
     def points(self) -> list[SavePoint]:
         """Returns the save points of all backups, complete or not, newest first."""
@@ -138,6 +132,22 @@ class Storage:
                 raise UnreadableBackupError(f"{prefix} cannot be read: {_temporary_error(e.filename, e)}") from e
             raise files.unreadable(prefix, e) from e
 
+    def read_shared(self, point: SavePoint, tasks: int) -> dict[str, Any]:
+        """Returns the state of all ranks: the part `shared`, with whole tables, and the values that are split over the parts of a number of tasks.
+
+        The pieces of a local backup are read twice: now, to find damage, and when a value is used.
+        """
+        shared = pieces.join_tables(self.read_part(point, SHARED), self.path(point))
+        if not pieces.is_split(shared):
+            return shared
+        parts = (self.read_part(point, part_of(rank)) for rank in range(tasks))
+        read = functools.partial(self._read_tensor, point) if files.is_local(self.folder) else None
+        return pieces.join(shared, parts, self.path(point), read)
+
+    def _read_tensor(self, point: SavePoint, rank: int, name: str) -> np.ndarray:
+        tensor: np.ndarray = tf.train.load_checkpoint(self.path(point, part_of(rank))).get_tensor(name)
+        return tensor
+
     def write_manifest(
         self,
         point: SavePoint,
@@ -168,7 +178,7 @@ class Storage:
                     written[name] = {"bytes": urls.size(self.path(point, name))}
             index = files.read(self.path(point, f"{part}.index"))
             written[f"{part}.index"] = {"bytes": len(index), "crc32": zlib.crc32(index)}
-        # The checksum is of the values as they will be read.
+        # The checksum is of the values as they will be read: JSON turns tuples into lists, and keys into texts.
         body = json.loads(json.dumps({**values, "files": written}))
         body["crc32"] = contents.checksum(body)
         urls.write(self.path(point, MANIFEST), json.dumps(body, indent=1).encode())
@@ -176,7 +186,8 @@ class Storage:
     def _keep_newest(self, keep: int) -> None:
         try:
             complete = [point for point in self.points() if self.is_complete(point)]
-            self._name_all(sorted(complete[:keep]))
+            if complete:  # none in a list that the storage has not renewed
+                self._name_all(sorted(complete[:keep]))
             for old in complete[keep:]:
                 self.remove(old)
         except (OSError, ReadError) as e:
@@ -192,11 +203,20 @@ class Storage:
         urls.write(path, ("\n".join(lines) + "\n").encode())
 
     def read_manifest(self, point: SavePoint) -> dict[str, Any]:
-        """Returns a backup's manifest after a check that its files exist with the sizes and checksums in it. Raises as `read_part` does."""
+        """Returns a backup's manifest after a check of its fields, and that its files exist with the sizes and checksums in it.
+
+        Raises as `read_part` does, and ConfigError for a backup of another version.
+        """
         path = self.path(point, MANIFEST)
         if files.size(path) is None:
             raise self._missing(point, path)
         body = contents.parse_manifest(files.read(path), path)
+        if body.get("format") != FORMAT:
+            raise ConfigError(
+                f"The backup {self.path(point)} was written by another version of tfdist: it has format {format_value(body.get('format'))}, "
+                f"and this version reads format {FORMAT}. Continue with that version; {REMEDY.format(self.folder)}"
+            )
+        contents.check_manifest(body, point, path)
         for name, expected in body["files"].items():
             path = self.path(point, name)
             size = files.size(path)
@@ -227,7 +247,10 @@ class Storage:
             return
         newest = next((point for point in points if self.is_complete(point)), BEFORE_ALL)
         for point in points:
-            if (point < newest if after is None else point > after) and self.is_unfinished(point):
+            is_left = point < newest
+            if after is not None:
+                is_left = point > after
+            if is_left and self.is_unfinished(point):
                 self.remove(point)
 
     def remove(self, point: SavePoint, every_rank: bool = False) -> None:
@@ -236,10 +259,14 @@ class Storage:
             if self.rank == 0:
                 urls.remove(self.path(point))
             return
-        if self.rank == 0:  # first, so that no reader takes the remaining files for a backup
-            with contextlib.suppress(FileNotFoundError):
+        own_prefixes: tuple[str, ...] = ()
+        if self.rank == 0:
+            own_prefixes = (f"{SHARED}.", MANIFEST)
+            # Rename the manifest first, so that no reader takes the remaining files for a backup.
+            try:
                 urls.rename(self.path(point, MANIFEST), self.path(point, _REMOVED))
-        own_prefixes = (f"{SHARED}.", MANIFEST) if self.rank == 0 else ()
+            except FileNotFoundError:  # the backup was never complete
+                pass
         try:
             for name in urls.list_folder(self.path(point)):
                 if name.startswith(own_prefixes) or self._owns(name) or (every_rank and name != _REMOVED):
@@ -253,23 +280,6 @@ class Storage:
         """Returns whether this rank removes a file: of its own part, or of the part of a rank that this run does not have."""
         match = _PART_FILE.match(name)
         return match is not None and (int(match[1]) % self.ranks == self.rank or not self.is_shared)
-
-    def remove_all(self, every_rank: bool = False) -> None:
-        """Removes the files of this rank or of every rank from all backups. The chief also removes the list of backups."""
-        if self.rank == 0:
-            for name in (STATE_FILE, STATE_FILE + _PARTIAL):
-                urls.remove(os.path.join(self.folder, name))
-            remove_damaged(self.folder)
-        for point in self.points() if self.is_shared or self.rank == 0 else ():
-            self.remove(point, every_rank)
-        if files.is_local(self.folder):
-            # It has other files, another rank was faster, or it is a volume or in another user's folder.
-            with contextlib.suppress(OSError):
-                os.rmdir(self.folder)
-            return
-        with contextlib.suppress(FileNotFoundError):  # an object store, which has no empty folders
-            if not urls.list_folder(self.folder):
-                urls.remove_tree(self.folder)
 
     def is_complete(self, point: SavePoint) -> bool:
         """Returns whether all ranks have written a backup and no rank has begun to remove it."""
@@ -307,9 +317,11 @@ class Storage:
 
     def _wait_for_index(self, point: SavePoint, part: str, given_up: Callable[[], str]) -> None:
         begun = reported = time.monotonic()
+        pause = _POLL if files.is_local(self.folder) else _POLL_URL
         while not urls.exists(self.path(point, f"{part}.index")):
             now = time.monotonic()
-            if reason := given_up():
+            reason = given_up()
+            if reason:
                 raise BackupError(f"another task has failed: {reason}")
             if now - begun > _PARTS_TIMEOUT:
                 raise BackupError(
@@ -319,21 +331,39 @@ class Storage:
             if now - reported > _REPORT_EVERY:
                 logger.info(f"waiting for {self.path(point, part)}.index")
                 reported = now
-            time.sleep(_POLL if files.is_local(self.folder) else _POLL_URL)
-
-
-def part_of(rank: int) -> str:
-    """Returns the name of a rank's part."""
-    return f"rank-{rank}"
+            time.sleep(pause)
 
 
 def _save(prefix: str, tensors: Mapping[str, Any]) -> None:
+    """Writes tensors to a checkpoint. The rows of servers are read and written in chunks: each is a checkpoint, and then all are merged."""
+    on_servers = {name: value for name, value in tensors.items() if isinstance(value, pieces.ServerRows)}
+    held = {name: value for name, value in tensors.items() if name not in on_servers}
+    if not on_servers:
+        return _save_tensors(prefix, held)
+    # If the process ends here, these files are removed with the part, whose name theirs begin with.
+    written: list[str] = []
+    if held:
+        written.append(f"{prefix}.chunk-0")
+        _save_tensors(written[0], held)
+    for name, value in on_servers.items():
+        shape = " ".join(map(str, value.shape))
+        columns = ":-" * (len(value.shape) - 1)
+        with tf.device("CPU:0"):
+            for begin, rows in value.chunks():
+                written.append(f"{prefix}.chunk-{len(written)}")
+                _save_tensors(written[-1], {name: rows}, f"{shape} {begin},{len(rows)}{columns}")
+    with tf.device("CPU:0"):
+        tf.raw_ops.MergeV2Checkpoints(checkpoint_prefixes=written, destination_prefix=prefix, delete_old_dirs=False)
+    return None
+
+
+def _save_tensors(prefix: str, tensors: Mapping[str, Any], slice_: str = "") -> None:
     names = list(tensors)
     with tf.device("CPU:0"):
         tf.raw_ops.SaveV2(
             prefix=prefix,
             tensor_names=names,
-            shape_and_slices=[""] * len(names),
+            shape_and_slices=[slice_] * len(names),
             tensors=[tf.convert_to_tensor(tensors[name]) for name in names],
         )
 
@@ -353,16 +383,18 @@ def _temporary_error(path: str, error: Exception) -> WriteError:
 
 def _load(prefix: str, shown: str, names: Sequence[str]) -> dict[str, np.ndarray]:
     """Returns the tensors in local files. `shown` is the path in messages, and `names` are the files' names."""
-    for last in (False, True):
+    # TensorFlow raises the same error for a damaged file and for one that could not be read. If its files can be read after an error,
+    # the second attempt decides.
+    for is_last in (False, True):
         try:
             reader = tf.train.load_checkpoint(prefix)
             return {name: reader.get_tensor(name) for name in reader.get_variable_to_shape_map()}
         except files.PASSING as e:
             raise files.unreadable(shown, e) from e
-        except Exception as e:  # TensorFlow raises the same error for a damaged and for an unreadable file
+        except Exception as e:
             for name in names:
                 files.check_readable(os.path.join(os.path.dirname(prefix), name))
-            if last:
+            if is_last:
                 raise CorruptBackupError(f"{shown} differs from the data written: {files.first_line(e)}") from e
     raise AssertionError
 
@@ -375,9 +407,12 @@ def set_damaged_aside(storage: Storage, after: SavePoint) -> None:
     completed = storage.completed()
     for point in storage.points():
         if point > after and (point in completed or not storage.is_unfinished(point)):
-            names, number, new = {*files.list_folder(storage.folder)}, 1, _DAMAGED + point.folder
+            names = files.list_folder(storage.folder)
+            new = _DAMAGED + point.folder
+            number = 1
             while new in names:
-                number, new = number + 1, f"{_DAMAGED}{point.folder}-{number + 1}"
+                number += 1
+                new = f"{_DAMAGED}{point.folder}-{number}"
             urls.rename(storage.path(point), os.path.join(storage.folder, new))
 
 

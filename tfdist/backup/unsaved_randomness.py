@@ -11,7 +11,7 @@ import tensorflow as tf
 
 from tfdist.aliases import RandomGenerator, StepFunction
 from tfdist.compat import tf_internals
-from tfdist.data.graph import functions, nodes, walk
+from tfdist.data.graph import nodes, walk
 from tfdist.data.python_generators import find_generators
 from tfdist.data.random_state import python_functions, random_states
 from tfdist.errors import list_first
@@ -39,7 +39,7 @@ def data_doubts(datasets: Sequence[tf.data.Dataset]) -> Iterator[str]:
     parallel = [dataset_node for dataset_node in every if tf_internals.is_parallel(dataset_node)]
     if any(
         next(random_states(dataset_node), None) is not None
-        or any(map(_random_nodes, functions(dataset_node)))
+        or any(map(_random_nodes, tf_internals.dataset_functions(dataset_node)))
         or find_generators(*python_functions(dataset_node))
         for dataset_node in parallel
     ):
@@ -55,7 +55,8 @@ class StepWatch:
     """A check of the first two executions of steps for unsaved state; `known` are variables that a backup holds or need not hold."""
 
     def __init__(self, function: StepFunction, known: Sequence[tf.Variable], generators: Sequence[RandomGenerator]):
-        self._function, self._generators = function, generators
+        self._function = function
+        self._generators = generators
         handles = {id(variable) for variable in known}
         unknown = {id(v): v for traced in graphs(function) for v in traced.variables if id(v) not in handles}
         self._before = [(variable, variable.numpy()) for variable in unknown.values()]
@@ -82,9 +83,8 @@ def step_doubts(function: StepFunction) -> Iterator[str]:
 
 def graphs(function: StepFunction) -> Iterator[tf.Graph]:
     """Yields the graphs that have been traced for an execution of steps."""
-    held = [function, *(vars(function).values() if hasattr(function, "__dict__") else ())]
-    for function_held in held:
-        for traced in tf_internals.traced_functions(function_held):
+    for held in (function, *getattr(function, "__dict__", {}).values()):
+        for traced in tf_internals.traced_functions(held):
             yield traced.graph
 
 
@@ -114,4 +114,6 @@ def _user_lines(graph: tf.Graph) -> Iterator[str]:
 def _user_line(operation: tf.Operation) -> str | None:
     """Returns the user's line that created an operation, or None."""
     user_frames = [frame for frame in operation.traceback if not frame.filename.startswith(_LIBRARIES)]
-    return f"{os.path.basename(user_frames[-1].filename)}:{user_frames[-1].lineno}" if user_frames else None
+    if not user_frames:
+        return None
+    return f"{os.path.basename(user_frames[-1].filename)}:{user_frames[-1].lineno}"

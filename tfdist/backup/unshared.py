@@ -6,7 +6,6 @@ Only the chief's folder is read. A newer backup in another host's folder is an e
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import pathlib
@@ -23,8 +22,8 @@ from tfdist.backup.files import ReadError
 from tfdist.backup.storage import STATE_FILE, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import ConfigError
-from tfdist.runtime import ownership
-from tfdist.runtime import storage as urls
+from tfdist.runtime.folders import storage as urls
+from tfdist.runtime.folders.claim import Claim, is_alive
 from tfdist.runtime.log import logger
 
 _ALIGNMENT = 8  # bytes
@@ -53,26 +52,32 @@ def announce(folder: str, ranks: Ranks, blind: Sequence[int]) -> None:
         )
 
 
-def check_others(
-    storage: Storage, ranks: Ranks, listed: tuple[list[SavePoint], set[SavePoint]], is_blind: bool
-) -> None:
+def check_others(storage: Storage, ranks: Ranks, points: Sequence[SavePoint], is_blind: bool) -> None:
     """Raises ConfigError, on all ranks, if a rank's own folder has a newer backup than the chief's, or belongs to another run. A collective.
 
-    Args:
-        storage: The folder.
-        ranks: The ranks.
-        listed: The save points in this rank's folder: of all backups, and of the complete ones.
-        is_blind: Whether this rank does not see the chief's folder.
+    `points` are the backups in this rank's folder. `is_blind` says that this rank does not see the chief's folder.
     """
-    newest = max((point for point in listed[0] if storage.is_complete(point)), default=BEFORE_ALL)
+    newest = max(filter(storage.is_complete, points), default=BEFORE_ALL)
     chiefs = point_of_chief(ranks, newest)
-    if newer := ranks.agree(storage.path(newest) if is_blind and newest > chiefs else ""):
-        chief_has = f"the chief's newest is {chiefs.folder}" if chiefs != BEFORE_ALL else "the chief has none"
+    newer = ""
+    owner = ""
+    if is_blind:
+        if newest > chiefs:
+            newer = storage.path(newest)
+        owner = Claim(storage.folder, "backup_dir").owner() or ""
+        if not is_alive(owner):
+            owner = ""
+    newer = ranks.agree(newer)
+    if newer:
+        chief_has = "the chief has none"
+        if chiefs != BEFORE_ALL:
+            chief_has = f"the chief's newest is {chiefs.folder}"
         raise ConfigError(
             f"The tasks do not share backup_dir {storage.folder!r}, and another host holds a newer backup than the chief's: {newer}; {chief_has}. "
             "Start the chief on that host, or copy the folder to the chief's host; to continue without that backup, remove it there."
         )
-    if owner := ranks.agree(_live_owner(storage.folder) if is_blind else ""):
+    owner = ranks.agree(owner)
+    if owner:
         raise ConfigError(
             f"backup_dir {storage.folder!r} on another host than the chief's belongs to another run, which has not ended: {owner}. Give each run "
             "its own backup_dir, or end that process first."
@@ -84,14 +89,18 @@ def remove_stale(storage: Storage, ranks: Ranks) -> None:
 
     Backups that the chief's folder has, too, stay: if storage is slow to show changes, both folders may be the same.
     """
-    chiefs = ranks.gather_texts(json.dumps(storage.points()) if ranks.is_chief else "")[0]
-    if not ranks.is_chief:
-        with contextlib.suppress(OSError, ReadError):  # the next start tries again
-            stale = set(storage.points()) - {SavePoint(*point) for point in json.loads(chiefs)}
-            for point in stale:
-                storage.remove(point, every_rank=True)
-            if stale and not storage.points():
-                urls.remove(os.path.join(storage.folder, STATE_FILE))
+    points = json.dumps(storage.points()) if ranks.is_chief else ""
+    chiefs = ranks.gather_texts(points)[0]
+    if ranks.is_chief:
+        return
+    try:
+        stale = set(storage.points()) - {SavePoint(*point) for point in json.loads(chiefs)}
+        for point in stale:
+            storage.remove(point, every_rank=True)
+        if stale and not storage.points():
+            urls.remove(os.path.join(storage.folder, STATE_FILE))
+    except (OSError, ReadError):  # the next start tries again
+        pass
 
 
 def point_of_chief(ranks: Ranks, point: SavePoint) -> SavePoint:
@@ -105,10 +114,12 @@ def gather_parts(ranks: Ranks, own: Mapping[str, Any]) -> dict[int, Mapping[str,
 
     The chief holds the parts of all ranks until they are written.
     """
-    parts = {0: own} if ranks.is_chief else {}
-    content = () if ranks.is_chief else _pack({}, own)
+    parts: dict[int, Mapping[str, Any]] = {}
+    if ranks.is_chief:
+        parts[0] = own
     for rank in range(1, ranks.size):
-        received = ranks.send(rank, content if rank == ranks.rank else (), target=0)
+        content = _pack({}, own) if rank == ranks.rank else ()
+        received = ranks.send(rank, content, target=0)
         if received is not None:
             parts[rank] = _unpack(received)[1]
     return parts
@@ -119,28 +130,24 @@ def send_parts(
 ) -> tuple[Any, Mapping[str, Any], Mapping[str, Any]]:
     """Returns the chief's manifest and shared part, and this rank's own part. A collective.
 
-    Args:
-        ranks: The ranks.
-        manifest: The manifest, on the chief; other ranks' arguments are ignored.
-        shared: The shared part.
-        parts: The own parts of all ranks, by rank; or one part, which all ranks receive.
+    `parts` are the own parts of all ranks, by rank; or one part, which all ranks receive. Other ranks' arguments are ignored.
     """
-    received = ranks.send(0, _pack(manifest, shared) if ranks.is_chief else ())
+    content = _pack(manifest, shared) if ranks.is_chief else ()
+    received = ranks.send(0, content)
     if received is not None:
         manifest, shared = _unpack(received)
-    own: Mapping[str, Any] = parts[0] if ranks.is_chief else {}
-    is_same = ranks.broadcast_scalar(len(parts)) == 1
-    for target in [None] if is_same else range(1, ranks.size):
+    own: Mapping[str, Any] = {}
+    if ranks.is_chief:
+        own = parts[0]
+    targets: Sequence[int | None] = range(1, ranks.size)
+    if ranks.broadcast_scalar(len(parts)) == 1:
+        targets = [None]
+    for target in targets:
         content = _pack({}, parts[target or 0]) if ranks.is_chief else ()
         received = ranks.send(0, content, target)
         if received is not None:
             own = _unpack(received)[1]
     return manifest, shared, own
-
-
-def _live_owner(folder: str) -> str:
-    owner = ownership.Ownership(folder, "backup_dir").owner() or ""
-    return owner if ownership.is_alive(owner) else ""
 
 
 def _pack(values: Json, tensors: Mapping[str, Any]) -> list[np.ndarray]:
@@ -149,12 +156,14 @@ def _pack(values: Json, tensors: Mapping[str, Any]) -> list[np.ndarray]:
     arrays: list[np.ndarray] = []
     for name, tensor in tensors.items():
         array = np.asarray(tensor)
-        if is_text := array.dtype.kind in "OSU":
+        dtype = ""  # of texts, whose bytes TensorFlow serializes, because they have no fixed length
+        if array.dtype.kind in "OSU":
             serialized = tf.io.serialize_tensor(tf.convert_to_tensor(tensor, tf.string)).numpy()
             flat = np.frombuffer(serialized, np.uint8)
         else:
+            dtype = tf.as_dtype(array.dtype).name
             flat = np.ascontiguousarray(array).reshape(-1).view(np.uint8)
-        entries.append([name, "" if is_text else tf.as_dtype(array.dtype).name, array.shape, len(flat)])
+        entries.append([name, dtype, array.shape, len(flat)])
         arrays += [flat, np.zeros(-len(flat) % _ALIGNMENT, np.uint8)]
     header = json.dumps([values, entries]).encode()
     header += b" " * (-len(header) % _ALIGNMENT)

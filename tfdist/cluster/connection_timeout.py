@@ -30,8 +30,7 @@ _ports: set[int] = set()  # of tasks whose connections get the longer timeout
 def keep_connections(cluster: ClusterSpec) -> None:
     """Extends the timeout of this process's present and future connections with a cluster's tasks, until the process ends.
 
-    Args:
-        cluster: The cluster. Connections with its tasks are recognized by a task's port at either end.
+    A connection with a task is recognized by the task's port at either end.
     """
     started = bool(_ports)
     _ports.update(split_address(cluster.address(task))[1] for task in cluster.tasks())

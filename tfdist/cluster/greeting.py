@@ -35,9 +35,9 @@ def listening_for_peers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
         ClusterError: The port is taken (the error names the process if the system reports it), or only root may use it.
     """
     try:
-        listener = listen(split_address(cluster.address(task))[1])
+        listener = _listen(split_address(cluster.address(task))[1])
     except OSError as e:
-        raise port_error(str(task), cluster.address(task), e) from None
+        raise _port_error(cluster, task, e) from None
     greeting = encode_greeting(cluster, task).encode() + b"\n" + task_versions.encode() + b"\n"
 
     def answer() -> None:
@@ -70,26 +70,21 @@ def naming_port_owner(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None]:
     except Exception as e:
         if _NO_SERVER not in str(e):
             raise
-        raise port_error(str(task), cluster.address(task)) from e
+        raise _port_error(cluster, task) from e
 
 
-def port_error(name: str, address: str, error: OSError | None = None, hint: str = "") -> ClusterError:
-    """Returns the error of a process that cannot listen at its port.
-
-    Args:
-        name: The name of the task or launcher.
-        address: Its `host:port`.
-        error: The system's error. None means that the port is taken.
-        hint: A way to give the task another port, as the end of the message.
-    """
+def _port_error(cluster: ClusterSpec, task: TaskSpec, error: OSError | None = None) -> ClusterError:
+    """Returns the error of a task that cannot listen at its port; `error` is the system's, None if the port is taken."""
+    address = cluster.address(task)
     port = split_address(address)[1]
-    taken = error is None or error.errno == errno.EADDRINUSE
-    reason = "" if taken or error is None else (error.strerror or str(error)).lower()
-    why = f"is not available ({reason});" if reason else f"is taken{_port_owner(port)}. End that process, or"
-    return ClusterError(f"{name} cannot listen at {address}: port {port} {why} give the task another port{hint}.")
+    if error is None or error.errno == errno.EADDRINUSE:
+        why = f"is taken{_port_owner(port)}. End that process, or"
+    else:
+        why = f"is not available ({(error.strerror or str(error)).lower()});"
+    return ClusterError(f"{task} cannot listen at {address}: port {port} {why} give the task another port.")
 
 
-def listen(port: int) -> socket.socket:
+def _listen(port: int) -> socket.socket:
     """Returns a socket that listens at a port of all addresses, IPv6 and IPv4 where the host has both.
 
     Raises:

@@ -13,7 +13,7 @@ import struct
 
 from tfdist.cluster.spec import ClusterSpec
 from tfdist.errors import ConfigError
-from tfdist.runtime import temporary
+from tfdist.runtime.folders import temporary
 
 _MOST_HELD = 100  # ports that this process keeps reserved: those that it returned last
 _LOCK = struct.Struct("hhqqi4x")  # `struct flock`: type, whence, start, length, process
@@ -64,6 +64,7 @@ def free_ports(count: int) -> list[int]:
     holders: list[int] = []
     candidates = random.SystemRandom().sample(range(10000, 32000), 2000)
     for port in candidates:
+        # Reserved before the test: of two processes that find the same port free, one gets it.
         holder = _hold(port) if len(holders) < _MOST_HELD else -1
         if holder is None:
             continue

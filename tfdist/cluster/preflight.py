@@ -16,7 +16,7 @@ from collections.abc import Callable, Iterable, Iterator
 from tfdist.cluster import greeting, reachability, task_versions
 from tfdist.cluster.spec import ClusterSpec, TaskSpec, split_address
 from tfdist.errors import ClusterError
-from tfdist.runtime import process_end
+from tfdist.runtime.end import process_end
 from tfdist.runtime.log import TO_STDERR, logger
 
 START_TIMEOUT = 300.0  # seconds
@@ -29,11 +29,7 @@ _LINGER = reachability.ANSWER_TIMEOUT + 2.0
 def startup_barrier(cluster: ClusterSpec, task: TaskSpec, timeout: float = START_TIMEOUT) -> Iterator[None]:
     """Waits until all tasks can be reached. Within the context, TensorFlow may wait for them for `timeout` seconds more.
 
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-        timeout: Seconds to wait. TensorFlow's wait cannot be interrupted: if it takes longer, the process prints a message
-            and exits with code 1.
+    TensorFlow's wait cannot be interrupted: if it takes longer, the process prints a message and exits with code 1.
 
     Raises:
         ClusterError: This task's port is taken, or other tasks cannot be reached in time.
@@ -55,13 +51,8 @@ def wait_until_reachable(
 ) -> None:
     """Waits until all tasks can be reached, and prints the missing tasks every 10 s.
 
-    Args:
-        cluster: The addresses of the tasks.
-        tasks: The tasks.
-        timeout: Seconds to wait.
-        serving: Whether to wait for TensorFlow's servers. If False, a task that itself still waits for others counts as reached.
-        clock: Returns the time in seconds. Tests replace it and `sleep`, so that they need not wait.
-        sleep: Waits for a number of seconds.
+    With `serving`, it waits for TensorFlow's servers; without, a task that itself still waits for others counts as reached.
+    Tests replace `clock` and `sleep`, so that they need not wait.
 
     Raises:
         ClusterError: Some task cannot be reached after `timeout`, or runs other versions or another configuration.
@@ -81,9 +72,12 @@ def wait_until_reachable(
         )
 
     tasks = list(tasks)
-    chief = describe(cluster.chief) if cluster.chief in tasks else ""
     probe = reachability.ReachabilityProbe(probe_task)
-    while absent := probe.ask(tasks, min(reachability.ANSWER_TIMEOUT, max(0.1, started + timeout - now))):
+    while True:
+        left = max(0.1, started + timeout - now)
+        absent = probe.ask(tasks, min(reachability.ANSWER_TIMEOUT, left))
+        if not absent:
+            break
         now = clock()
         if now - started >= timeout:
             raise ClusterError(
@@ -97,13 +91,15 @@ def wait_until_reachable(
         # Never probe a task again after its answer: it closes this port before it starts TensorFlow's server.
         tasks = list(absent)
         sleep(0.05 if now - started < 1 else 0.2)
-    different = list(task_versions.differences(versions, chief))
-    for is_fault, sentence in different:
+    faults = []
+    for is_fault, sentence in task_versions.differences(versions):
+        if is_fault:
+            faults.append(sentence)
         logger.log(logging.ERROR if is_fault else logging.WARNING, sentence, extra=TO_STDERR)
-    if faults := [sentence for is_fault, sentence in different if is_fault]:
+    if faults:
         sleep(_LINGER)  # so that the other tasks receive this task's greeting, too
         raise ClusterError(
-            f"The tasks differ: {'; '.join(faults)}. Run all tasks with the same versions and the same configuration."
+            f"The tasks differ: {' '.join(faults)} Run all tasks with the same versions and the same configuration."
         )
 
 
@@ -112,11 +108,6 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
     """Prints every 10 s the tasks that TensorFlow, started within the context, waits for; ends the process after `timeout`.
 
     The code within the context must release the interpreter's lock, or lend it (`compat.tf_cluster.lock_lender`). SIGINT and SIGTERM end the process at once.
-
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-        timeout: Seconds that TensorFlow may wait.
 
     Raises:
         ClusterError: TensorFlow's server cannot listen, because this task's port is taken.
@@ -127,18 +118,17 @@ def startup_watchdog(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> It
 
     def watch() -> None:
         while not done.wait(min(_REPORT_EVERY, max(0.0, ends - time.monotonic()))):
-            absent = (
-                reachability.format_tasks(cluster, reachability.unreachable_tasks(cluster, others, serving=True))
-                or "others, though all can be reached: see their logs. A task that restarts alone cannot join tasks that already train"
-            )
-            over = time.monotonic() >= ends
+            unreachable = reachability.unreachable_tasks(cluster, others, serving=True)
+            absent = "others, though all can be reached: see their logs. A task that restarts alone cannot join tasks that already train"
+            if unreachable:
+                absent = reachability.format_tasks(cluster, unreachable)
             if done.is_set():  # TensorFlow may have returned during the probes, which take seconds
                 return
-            waits = f"has waited {timeout:.0f} s, and is ended," if over else "waits"
-            level = logging.ERROR if over else logging.WARNING
-            logger.log(level, f"{task}: TensorFlow {waits} for {absent}", extra=TO_STDERR)
-            if over:
-                process_end.end(1)  # the main thread is in TensorFlow's wait, where no exception reaches it
+            if time.monotonic() < ends:
+                logger.warning(f"{task}: TensorFlow waits for {absent}", extra=TO_STDERR)
+                continue
+            logger.error(f"{task}: TensorFlow has waited {timeout:.0f} s, and is ended, for {absent}", extra=TO_STDERR)
+            process_end.end(1)  # the main thread is in TensorFlow's wait, where no exception reaches it
 
     threading.Thread(target=watch, daemon=True, name="tfdist-start").start()
     with process_end.signals_end_process(), greeting.naming_port_owner(cluster, task):

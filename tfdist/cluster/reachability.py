@@ -6,7 +6,6 @@ No TensorFlow here.
 from __future__ import annotations
 
 import contextlib
-import ipaddress
 import os
 import re
 import socket
@@ -16,13 +15,13 @@ from collections.abc import Callable, Iterable
 
 from tfdist.cluster import greeting
 from tfdist.cluster.spec import ClusterSpec, TaskSpec, split_address
+from tfdist.cluster.validation import is_each_hosts_own
 from tfdist.runtime.log import logger
 
 ANSWER_TIMEOUT = 3.0  # seconds that an address has to answer
 SETTLED = 5.0  # seconds within which the kernel closes the port of a killed process; it closes the connections first
-WAITS_FOR_OTHERS = (
-    "is there, and waits for others"  # the reason for a task that has not joined the cluster, or not rejoined it
-)
+# The reason for a task that has not joined the cluster, or not rejoined it.
+WAITS_FOR_OTHERS = "is there, and waits for others"
 # The reasons for a process that has ended, and for its successor at the same address. A busy process has other reasons, or none.
 ENDED = ("connection refused", WAITS_FOR_OTHERS)
 # The frame that an HTTP/2 server begins with (RFC 9113, 3.4): its length, type 4, no flags, stream 0; then settings of 6 bytes.
@@ -37,16 +36,12 @@ _LONGEST_ROUND = 5.0  # limit of the seconds counted per round, because this pro
 def unreachable_tasks(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: bool = False) -> dict[TaskSpec, str]:
     """Returns the tasks at whose addresses nothing listens, and the reasons. The kernel accepts connections for a busy process.
 
-    Args:
-        cluster: The cluster.
-        tasks: The tasks to connect to.
-        serving: Whether their TensorFlow servers must listen; a busy server may not answer.
+    With `serving`, their TensorFlow servers must listen; a busy server may not answer.
     """
 
     def probe_task(task: TaskSpec, seconds: float) -> str:
-        return unreachable_reason(
-            cluster.address(task), seconds, greeting.encode_greeting(cluster, task) if serving else "", serving
-        )
+        expected = greeting.encode_greeting(cluster, task) if serving else ""
+        return unreachable_reason(cluster.address(task), seconds, expected, serving)
 
     return ReachabilityProbe(probe_task).ask(tasks)
 
@@ -54,8 +49,7 @@ def unreachable_tasks(cluster: ClusterSpec, tasks: Iterable[TaskSpec], serving: 
 class ReachabilityProbe:
     """Probe that connects to each task in its own thread, because the system may take arbitrarily long to resolve a name.
 
-    Args:
-        probe_task: Function of a task and the seconds to wait for its answer; returns why the task cannot be reached, or an empty text.
+    `probe_task(task, seconds)` returns why a task cannot be reached, or an empty text.
     """
 
     def __init__(self, probe_task: Callable[[TaskSpec, float], str]):
@@ -94,8 +88,6 @@ def unreachable_reason(
     """Returns why the expected process cannot be reached at `address`, or an empty text if it can.
 
     Args:
-        address: `host:port`.
-        timeout: Seconds to wait for an answer.
         expected: The greeting of the task that should answer (`greeting.encode_greeting`). Empty accepts any process that listens.
         serving: Whether TensorFlow's server must answer; the task's greeting is then not enough.
         on_versions: Called with the line in which the other task sends its versions.
@@ -108,7 +100,9 @@ def unreachable_reason(
     except UnicodeError:  # a label of the host's name is empty or too long
         return "not a valid host name"
     except OSError as e:
-        return (os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror or str(e)).lower()
+        # A name that cannot be resolved has a negative number, of which only the error itself has the text.
+        reason = os.strerror(e.errno) if e.errno and e.errno > 0 else e.strerror
+        return (reason or str(e)).lower()
 
 
 def _unexpected_peer(
@@ -116,11 +110,13 @@ def _unexpected_peer(
 ) -> str:
     """Returns which other task or program answers, or an empty text for the expected task or TensorFlow's server."""
     connection.settimeout(ANSWER_TIMEOUT)
+    # A greeting has two lines, which may arrive in several pieces.
     received = b""
-    with contextlib.suppress(TimeoutError):
+    with contextlib.suppress(TimeoutError):  # what has arrived until then tells who answers
         received = connection.recv(200)
         while received.startswith(greeting.PREFIX) and received.count(b"\n") < 2 and len(received) < greeting.MAX_BYTES:
-            if not (more := connection.recv(greeting.MAX_BYTES)):
+            more = connection.recv(greeting.MAX_BYTES)
+            if not more:
                 break
             received += more
     if _SETTINGS.match(received):  # TensorFlow's server also sends before it receives
@@ -132,21 +128,17 @@ def _unexpected_peer(
     if answer == expected:
         on_versions(second)
         return WAITS_FOR_OTHERS if serving else ""
-    (_, own_cluster, name), (_, other, task) = expected.split(" "), answer.split(" ")
-    return (
-        f"{task} answers there, not {name}"
-        if own_cluster == other
-        else f"{task} of a cluster with other addresses answers there"
-    )
+    _, own_cluster, name = expected.split(" ")
+    _, other_cluster, task = answer.split(" ")
+    if other_cluster != own_cluster:
+        return f"{task} of a cluster with other addresses answers there"
+    return f"{task} answers there, not {name}"
 
 
 class SilentTasks:
     """Record of the tasks that do not answer, although they are not known to have ended, and of the seconds without an answer.
 
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-        clock: Returns the time in seconds. Tests replace it, so that they need not wait.
+    Tests replace `clock`, so that they need not wait.
 
     Attributes:
         seconds: Seconds without an answer, by silent task.
@@ -166,13 +158,15 @@ class SilentTasks:
         """Records which tasks do not answer now, and logs those that have not answered for long."""
         now = self._clock()
         passed = min(now - self._noted, _LONGEST_ROUND)
-        before, self.seconds = self.seconds, {task: self.seconds.get(task, 0.0) + passed for task in silent}
+        before = self.seconds
+        self.seconds = {task: before.get(task, 0.0) + passed for task in silent}
         back = {
             task: seconds for task, seconds in before.items() if seconds >= REPORT_AFTER and task not in self.seconds
         }
         self.returned = back | {task: seconds for task, seconds in self.returned.items() if task not in back}
         self._noted = now
-        if now - self._logged >= REPORT_EVERY and (sentence := self.sentence()):
+        sentence = self.sentence()
+        if sentence and now - self._logged >= REPORT_EVERY:
             logger.warning(sentence)
             self._logged = now
 
@@ -183,7 +177,8 @@ class SilentTasks:
 
     def sentence(self) -> str:
         """Returns a warning with the silent tasks and the seconds without an answer, or an empty text."""
-        if not (long := self.long):
+        long = self.long
+        if not long:
             return ""
         names = ", ".join(f"{task} at {self._cluster.address(task)}" for task in long)
         seconds = max(self.seconds[task] for task in long)
@@ -200,11 +195,9 @@ def format_tasks(cluster: ClusterSpec, absent: dict[TaskSpec, str]) -> str:
 
 def loopback_hint(cluster: ClusterSpec) -> str:
     """Returns a hint if all addresses are loopback addresses, which lead every host to itself; else an empty text."""
-    for task in cluster.tasks():
-        host, _ = split_address(cluster.address(task))
-        with contextlib.suppress(ValueError):
-            if ipaddress.ip_address(host).is_loopback:
-                continue
-        if host != "localhost":
-            return ""
-    return f" {host} is each host's own address: for tasks on several hosts, use addresses that all hosts can reach."
+    hosts = [split_address(cluster.address(task))[0] for task in cluster.tasks()]
+    if not all(map(is_each_hosts_own, hosts)):
+        return ""
+    return (
+        f" {hosts[-1]} is each host's own address: for tasks on several hosts, use addresses that all hosts can reach."
+    )

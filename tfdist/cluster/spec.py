@@ -59,7 +59,8 @@ class ClusterSpec:
     jobs: Mapping[str, Sequence[str]]
 
     def __post_init__(self) -> None:
-        if faults := list(cluster_faults(self.jobs)):
+        faults = list(cluster_faults(self.jobs))
+        if faults:
             raise ConfigError(faults)
         # In the order of JOBS, so that equal clusters print alike.
         object.__setattr__(self, "jobs", {job: tuple(self.jobs[job]) for job in JOBS if self.jobs.get(job)})
@@ -91,7 +92,8 @@ class ClusterSpec:
         Raises:
             ConfigError: `task` is not in the cluster (an evaluator need not be).
         """
-        if faults := list(task_faults(task.type, task.index, self.jobs)):
+        faults = list(task_faults(task.type, task.index, self.jobs))
+        if faults:
             raise ConfigError(faults)
         return json.dumps({"cluster": self.jobs, "task": dataclasses.asdict(task)})
 
@@ -137,9 +139,11 @@ def from_tf_config(text: str) -> ClusterTask:
             f"Received: {truncate(text)}"
         )
     faults: list[str] = []
-    for part, example in (
-        ("cluster", '{"worker": ["host0:2222", "host1:2222"]}, with the addresses of all tasks'),
-        ("task", '{"type": "worker", "index": 0}, with the index of this process'),
+    jobs: dict[str, Any] = {}
+    task: dict[str, Any] = {}
+    for part, content, example in (
+        ("cluster", jobs, '{"worker": ["host0:2222", "host1:2222"]}, with the addresses of all tasks'),
+        ("task", task, '{"type": "worker", "index": 0}, with the index of this process'),
     ):
         if part not in config:
             faults.append(
@@ -149,7 +153,8 @@ def from_tf_config(text: str) -> ClusterTask:
             faults.append(
                 f"{part!r} must be an object such as {example}. Received: {truncate(json.dumps(config[part]))}"
             )
-    jobs, task = (value if isinstance(value := config.get(part), dict) else {} for part in ("cluster", "task"))
+        else:
+            content.update(config[part])
     member: TaskSpec | None = None
     if jobs:
         faults += cluster_faults(jobs)
@@ -171,9 +176,6 @@ def from_tf_config(text: str) -> ClusterTask:
 def check_member(cluster: Any) -> ClusterTask:
     """Validates the cluster and the task that a caller of tfdist passes, and returns them.
 
-    Args:
-        cluster: A pair of a `ClusterSpec` and a `TaskSpec`.
-
     Raises:
         ConfigError: `cluster` is not such a pair, or the cluster does not have the task.
     """
@@ -184,7 +186,8 @@ def check_member(cluster: Any) -> ClusterTask:
             f"Received: {format_value(cluster)}."
         )
     spec, task = cluster
-    if faults := list(task_faults(task.type, task.index, spec.jobs)):
+    faults = list(task_faults(task.type, task.index, spec.jobs))
+    if faults:
         raise ConfigError(faults)
     return ClusterTask(spec, task)
 

@@ -14,12 +14,24 @@ import platform
 import sys
 from collections.abc import Iterator, Mapping
 
+from tfdist.errors import difference_message
+from tfdist.runtime.files import read_file
+
 _PACKAGES = ("tensorflow", "keras", "numpy", "tfdist")
 _DISTRIBUTIONS = {
     "tensorflow": ("tensorflow", "tensorflow-cpu", "tf-nightly", "tf-nightly-cpu"),
     "keras": ("keras", "keras-nightly"),
 }
-_TITLES = {"tensorflow": "TensorFlow", "keras": "Keras", "numpy": "NumPy", "python": "Python"}
+_TITLES = {
+    "tensorflow": "The version of TensorFlow",
+    "keras": "The version of Keras",
+    "numpy": "The version of NumPy",
+    "python": "The version of Python",
+    "tfdist": "The version of tfdist",
+    "script": "The script",
+    "configuration": "The configuration",
+    "devices": "The number of devices with a replica (strategy.devices)",
+}
 _MOST = 4096  # bytes of a task's line that are read
 
 # A difference in these is a warning; in the others it is an error.
@@ -49,8 +61,8 @@ def _packages() -> dict[str, str]:
 def own() -> dict[str, str]:
     """Returns the versions of this task, and checksums of its script and its configuration."""
     path = pathlib.Path(script or getattr(sys.modules.get("__main__"), "__file__", None) or "")
-    versions = {**_packages(), "script": checksum(path.read_bytes()) if path.is_file() else ""}
-    return {**versions, "configuration": configuration, "devices": devices}
+    of_script = checksum(read_file(path)) if path.is_file() else ""
+    return {**_packages(), "script": of_script, "configuration": configuration, "devices": devices}
 
 
 def checksum(content: bytes) -> str:
@@ -69,28 +81,20 @@ def decode(line: bytes) -> dict[str, str]:
         versions = json.loads(line[:_MOST])
     except (ValueError, RecursionError):
         return {}
-    return {str(name): str(value) for name, value in versions.items()} if isinstance(versions, dict) else {}
+    if not isinstance(versions, dict):
+        return {}
+    return {str(name): str(value) for name, value in versions.items()}
 
 
-def differences(others: Mapping[str, Mapping[str, str]], chief: str = "") -> Iterator[tuple[bool, str]]:
-    """Yields, for each difference from the chief, whether it is an error, and a sentence that describes it.
+def differences(others: Mapping[str, Mapping[str, str]]) -> Iterator[tuple[bool, str]]:
+    """Yields, for each version or checksum of another task that differs from this one's, whether that is an error, and a sentence.
 
-    Args:
-        others: The versions and checksums of the other tasks, by task name.
-        chief: The chief's name in `others`; empty if this task is the chief.
+    `others` are the versions and checksums of the other tasks, by task name.
     """
-    expected, title = (
-        (others[chief], "the chief") if others.get(chief) else (own(), "this task" if chief else "the chief")
-    )
-    tasks = {**others, "this task": own()}
-    for task, versions in tasks.items():
-        for name in expected:
-            wanted, actual = expected[name], versions.get(name)
-            if wanted and actual and wanted != actual:
-                if name in ("script", "configuration"):
-                    sentence = f"{task} has another {name} than {title}"
-                elif name == "devices":
-                    sentence = f"{task} has {actual} devices with a replica (strategy.devices), {title} {wanted}"
-                else:
-                    sentence = f"{task} runs {_TITLES.get(name, name)} {actual}, {title} {wanted}"
-                yield name not in _MAY_DIFFER, sentence
+    mine = own()
+    for name, title in _TITLES.items():
+        unlike = {
+            task: versions[name] for task, versions in others.items() if versions.get(name, "") not in ("", mine[name])
+        }
+        if mine[name] and unlike:
+            yield name not in _MAY_DIFFER, difference_message(title, {"this task": mine[name], **unlike})

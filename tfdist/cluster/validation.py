@@ -35,15 +35,18 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
             continue
         for index, address in enumerate(addresses):
             task = f"{truncate(str(job))}:{index}"
-            if fault := _address_fault(address):
+            fault = _address_fault(address)
+            if fault:
                 yield f"{task}: {fault}"
+                continue
             # Addresses that differ only in case or in a port's leading zeros are the same.
-            elif (same := re.sub(r":0+(\d+)$", r":\1", address.lower())) in owner:
+            same = re.sub(r":0+(\d+)$", r":\1", address.lower())
+            if same in owner:
                 yield f"{task}: address {address!r} is already that of {owner[same]}; every task needs its own."
             else:
                 owner[same] = task
     # Every host would connect to itself there (tensorflow#57372).
-    loopback = [address for address in owner if _is_each_hosts_own(address.rpartition(":")[0].strip("[]"))]
+    loopback = [address for address in owner if is_each_hosts_own(address.rpartition(":")[0].strip("[]"))]
     if loopback and len(loopback) < len(owner):
         other = next(address for address in owner if address not in loopback)
         yield (
@@ -61,7 +64,8 @@ def cluster_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
 
 def parameter_server_faults(jobs: Mapping[str, Any]) -> Iterator[str]:
     """Yields an error that lists the jobs that training with parameter servers needs and a cluster lacks."""
-    if missing := [repr(job) for job in JOBS if not jobs.get(job)]:
+    missing = [repr(job) for job in JOBS if not jobs.get(job)]
+    if missing:
         yield (
             "a cluster with parameter servers needs a chief, which coordinates, a worker and a ps: add addresses to job "
             f"{' and '.join(missing)}. Received: {_filled(jobs)}."
@@ -80,7 +84,7 @@ def _trains(jobs: Mapping[str, Any]) -> bool:
     return bool(jobs.get("chief") or jobs.get("worker"))
 
 
-def _is_each_hosts_own(host: str) -> bool:
+def is_each_hosts_own(host: str) -> bool:
     """Returns whether a host is a loopback or unspecified address, which leads each host to itself."""
     if _LOOPBACK.fullmatch(host):
         return True

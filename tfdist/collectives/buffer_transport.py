@@ -25,10 +25,12 @@ class BufferTransport(abc.ABC):
     Attributes:
         rank: This process's rank.
         size: The number of ranks.
+        checks_calls: Whether a call raises if another rank makes another one, instead of waiting forever.
     """
 
     rank: int
     size: int
+    checks_calls = False
 
     @abc.abstractmethod
     def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
@@ -46,6 +48,13 @@ class BufferTransport(abc.ABC):
     @abc.abstractmethod
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
         """Sends row i of an array `[size, ...]` to rank i. Returns the rows that this rank receives, ordered by sender."""
+
+    def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
+        """Returns row `rank` of the sum of an array `[size, ...]` over all ranks, with the bits that `all_reduce` gives it."""
+        rows = self.all_to_all(array).reshape(self.size, -1)
+        total = aligned_empty(rows.shape[1], rows.dtype)
+        reduce_in_order(rows, total, largest=False)
+        return total.reshape(array.shape[1:])
 
     @abc.abstractmethod
     def close(self) -> None:
@@ -87,65 +96,16 @@ class Store:
     def part(self, name: str, ranks: Sequence[int] | None = None) -> Store:
         """Returns a store with a longer key prefix, for `ranks` (which include this rank) or by default for all ranks."""
         store = dataclasses.replace(self, name=f"{self.name}/{name}")
-        return store if ranks is None else dataclasses.replace(store, rank=ranks.index(self.rank), size=len(ranks))
-
-
-class ExchangedTransport(BufferTransport):
-    """A transport whose library sends and receives bytes: every method calls `_exchange`.
-
-    A sum splits the array into one part per rank. Each rank receives its part from all others, adds the parts in the
-    order of `tree`, and sends the sum to all. So every byte crosses the network twice, whatever the number of ranks, and
-    all ranks have the same bits.
-    """
-
-    @abc.abstractmethod
-    def _exchange(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
-        """Sends one array to every other rank and receives one from every other rank, concurrently.
-
-        Args:
-            sent: A contiguous uint8 vector for each rank; this rank's own is not used.
-            received: A contiguous uint8 vector for each rank, to be overwritten; this rank's own is not used.
-        """
-
-    def all_reduce(self, array: np.ndarray, largest: bool = False) -> np.ndarray:
-        flat = np.ascontiguousarray(array).reshape(-1)
-        total = aligned_empty(flat.size, flat.dtype)
-        if flat.nbytes <= SMALL_BYTES:
-            reduce_in_order(self.all_gather(flat), total, largest)
-            return total.reshape(array.shape)
-        parts = [slice(r * flat.size // self.size, (r + 1) * flat.size // self.size) for r in range(self.size)]
-        own_part = flat[parts[self.rank]]
-        rows = [own_part if r == self.rank else np.empty_like(own_part) for r in range(self.size)]
-        self._move([flat[part] for part in parts], rows)
-        reduce_in_order(rows, total[parts[self.rank]], largest)
-        self._move([total[parts[self.rank]]] * self.size, [total[part] for part in parts])
-        return total.reshape(array.shape)
-
-    def all_gather(self, array: np.ndarray) -> np.ndarray:
-        local, every = np.ascontiguousarray(array), np.empty((self.size, *array.shape), array.dtype)
-        every[self.rank] = array
-        self._move([local] * self.size, [every[r, ...] for r in range(self.size)])
-        return every
-
-    def all_to_all(self, array: np.ndarray) -> np.ndarray:
-        local, rows = np.ascontiguousarray(array), np.empty(array.shape, array.dtype)
-        rows[self.rank] = array[self.rank]
-        self._move([local[r, ...] for r in range(self.size)], [rows[r, ...] for r in range(self.size)])
-        return rows
-
-    def _move(self, sent: Sequence[np.ndarray], received: Sequence[np.ndarray]) -> None:
-        self._exchange(*([array.reshape(-1).view(np.uint8) for array in arrays] for arrays in (sent, received)))
+        if ranks is None:
+            return store
+        return dataclasses.replace(store, rank=ranks.index(self.rank), size=len(ranks))
 
 
 def reduce_in_order(values: Sequence[np.ndarray] | np.ndarray, out: np.ndarray, largest: bool) -> None:
     """Computes the sum (or maximum) of arrays in the order of `tree`, so that every rank computes the same bits.
 
-    float16 and bfloat16 are added as float32, and each sum is rounded, as TensorFlow does.
-
-    Args:
-        values: Vectors of the same length.
-        out: Receives the result; must not be one of `values`.
-        largest: Whether to compute the maximum.
+    float16 and bfloat16 are added as float32, and each sum is rounded, as TensorFlow does. `values` are vectors of the same length;
+    `out`, which receives the result, must not be one of them.
     """
     join = np.maximum if largest else np.add
     with np.errstate(all="ignore"):  # sums may be infinite or NaN, as TensorFlow's may be; callers check them

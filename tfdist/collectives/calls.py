@@ -12,24 +12,24 @@ from typing import Any, TypeVar
 
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
-from tfdist.runtime.phase import main as phases
+from tfdist.runtime.report.phase import main as phases
 
 Result = TypeVar("Result")
+_Job = tuple[Callable[[], Any], concurrent.futures.Future[Any]]
 
 
 class Calls:
     """A thread that makes one call at a time, so that `abort` can end the caller's wait.
 
-    If the thread hangs in a library, it keeps its arguments alive, but it does not prevent the process from exiting.
-
-    Args:
-        timeout_seconds: How long a call may take, in a process whose waits are not watched; 0 means without limit.
+    If the thread hangs in a library, it keeps its arguments alive, but it does not prevent the process from exiting. In a process whose
+    waits are not watched, a call may take `timeout_seconds`; 0 means no limit.
     """
 
     def __init__(self, timeout_seconds: float = 0.0):
         self._timeout_seconds = timeout_seconds
-        self._queue: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]] = queue.SimpleQueue()
-        self._turn, self._lock = threading.Lock(), threading.Lock()
+        self._queue: queue.SimpleQueue[_Job] = queue.SimpleQueue()
+        self._turn = threading.Lock()  # held during a call
+        self._lock = threading.Lock()  # held while the two attributes below are read or written, never during a wait
         self._current: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self._aborted = ""
         _alive.add(self)
@@ -41,11 +41,7 @@ class Calls:
         return bool(self._aborted)
 
     def __call__(self, function: Callable[[], Result], timeout_seconds: float = 0.0) -> Result:
-        """Calls a function in the thread and returns its result.
-
-        Args:
-            function: The function to call.
-            timeout_seconds: Limit of this call; 0 means the limit of all calls.
+        """Calls a function in the thread and returns its result. 0 seconds mean the limit of all calls.
 
         Raises:
             ClusterError: The call was aborted or took too long.
@@ -53,11 +49,14 @@ class Calls:
         with self._turn:
             future: concurrent.futures.Future[Result] = concurrent.futures.Future()
             with self._lock:
-                if sentence := self._aborted:
+                sentence = self._aborted
+                if sentence:
                     raise ClusterError(sentence)
                 self._current = future
             self._queue.put((function, future))
-            limit = timeout_seconds or (0.0 if phases.watched else self._timeout_seconds)
+            limit = timeout_seconds
+            if not limit and not phases.watched:
+                limit = self._timeout_seconds
             try:
                 return future.result(limit or None)
             except concurrent.futures.TimeoutError:
@@ -76,7 +75,7 @@ class Calls:
                 self._current.set_exception(ClusterError(sentence))
 
 
-def _work(jobs: queue.SimpleQueue[tuple[Callable[[], Any], concurrent.futures.Future[Any]]]) -> None:
+def _work(jobs: queue.SimpleQueue[_Job]) -> None:
     while True:
         function, future = jobs.get()
         with contextlib.suppress(concurrent.futures.InvalidStateError):  # aborted in the meantime
@@ -96,12 +95,7 @@ def have_failed() -> bool:
 
 
 def abort_collectives(code: int, message: str) -> None:
-    """Makes all collectives of this process fail: TensorFlow's, and those of other transports.
-
-    Args:
-        code: TensorFlow's error code.
-        message: The error message.
-    """
+    """Makes all collectives of this process fail, TensorFlow's with its error code, and those of other transports."""
     tf_cluster.abort_collectives(code, message)
     for calls in list(_alive):
         calls.abort(message)

@@ -14,14 +14,14 @@ from tfdist.collectives.tree import fold
 from tfdist.compat import tf_cluster, tf_internals
 from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
-from tfdist.runtime.phase import main as phases
+from tfdist.runtime.report.phase import main as phases
 
 Result = TypeVar("Result")
 _PIECES = 8  # maximum number of pieces (of about 4 MB) of a rank's part of a sum: a rank adds one piece while it receives the next
 _SMALL_BYTES = 2**15  # up to this size each process sums the entire tensor: one collective instead of two
 _LANES = 16  # maximum number of lanes, because each running collective occupies a thread
-# _KEYS exceeds the number of collectives in a step, _RESERVED_KEYS the number of steps in an execution.
-_KEYS, _RESERVED_KEYS = 2**20, 1000
+_KEYS = 2**20  # exceeds the number of collectives in a step
+_RESERVED_KEYS = 1000  # exceeds the number of steps in an execution
 
 
 class Communicator:
@@ -31,9 +31,7 @@ class Communicator:
     `_processes`. Each process first combines the tensors of its ranks and then exchanges one result, so the bytes of a sum do not grow
     with the number of ranks in a process. Sums over ranks have the order of `tree`.
 
-    Args:
-        ranks: The ranks in this process: consecutive numbers, equally many in each process.
-        size: The number of ranks in all processes.
+    `ranks` are the ranks in this process: consecutive numbers, equally many in each process.
     """
 
     def __init__(self, ranks: Sequence[int], size: int):
@@ -51,16 +49,14 @@ class Communicator:
         return [RankContext(rank, self.size, step) for rank in self.ranks]
 
     def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
-        """Runs the exchanges of this process's ranks to their end; returns their results.
-
-        Args:
-            exchanges: One for each rank.
-            lane: Exchanges on different lanes (modulo 16) run concurrently.
-        """
-        outer_lane, self._lane = self._lane, lane
+        """Runs the exchanges of this process's ranks to their end; returns their results. Different lanes (modulo 16) run concurrently."""
+        outer_lane = self._lane
+        self._lane = lane
         answers: list[Any] = [None] * len(exchanges)
+        # All ranks run the same generator, so in a round either each of them requests the same collective, or each returns.
         while True:
-            requests, results = [], []
+            requests = []
+            results = []
             for exchange, answer in zip(exchanges, answers, strict=True):
                 try:
                     requests.append(exchange.send(answer))
@@ -85,76 +81,95 @@ class Communicator:
         return move([request.tensor for request in requests])
 
     def cond(self, condition: tf.Tensor, if_true: Callable[[], None], if_false: Callable[[], None]) -> None:
-        """Calls one of two functions, which may run collectives, in the graph of a step.
-
-        Args:
-            condition: A scalar, the same on all ranks.
-            if_true: The function to call if `condition` is true.
-            if_false: The function to call otherwise.
-        """
+        """Calls one of two functions, which may run collectives, in the graph of a step. The condition is equal on all ranks."""
         tf.cond(condition, if_true, if_false)
 
-    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor, lane: int = 0) -> list[tf.Tensor]:
         """Returns, for each rank in this process, the concatenated rows of all ranks. All ranks have equally many; the number may change between steps."""
-        return [self._gather_rows_of_processes(_concat(tensors), step)] * len(tensors)
+        rows = _concat(tensors)
+        return [self._in_lane(lane, lambda: self._gather_rows_of_processes(rows, step))] * len(tensors)
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
         """Returns, for each rank in this process, the concatenated rows of all ranks. Their number may differ between ranks and between steps."""
-        values, indices = _concat([s.values for s in slices]), _concat([s.indices for s in slices])
-        values, indices = self._gather_unequal_rows_of_processes(values, indices, step)
+        local_values = _concat([s.values for s in slices])
+        local_indices = _concat([s.indices for s in slices])
+        values, indices = self._gather_unequal_rows_of_processes(local_values, local_indices, step)
         return [tf.IndexedSlices(values, indices, slices[0].dense_shape)] * len(slices)
 
-    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
+    def add(self, tensors: list[tf.Tensor], step: tf.Tensor, lane: int = 0) -> list[tf.Tensor]:
         """Returns, for each rank in this process, the sum over all ranks. All ranks have the same shape, which may change between steps."""
-        return [self._add_changing_of_processes(tree_sum(tensors), step)] * len(tensors)
+        total = tree_sum(tensors)
+        return [self._in_lane(lane, lambda: self._add_changing_of_processes(total, step))] * len(tensors)
+
+    def exchange(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Sends row p of a tensor `[processes, ...]` to process p; returns the rows that this process receives, by sender.
+
+        All processes have the same shape, which may change between steps.
+        """
+        return self._in_lane(0, lambda: self._exchange_changing_of_processes(rows, step))
 
     def all_reduce(self, tensors: Sequence[Sequence[tf.Tensor]], largest: bool = False) -> list[list[tf.Tensor]]:
-        """Returns the sums (if `largest`, the maxima) over all ranks, for each rank in this process.
-
-        Args:
-            tensors: The tensors of each rank in this process, `[ranks][tensors]`.
-            largest: Whether to compute the maximum.
-        """
+        """Returns the sums (if `largest`, the maxima) over all ranks, for each rank in this process: `[ranks][tensors]`, as `tensors`."""
         join = functools.partial(functools.reduce, tf.maximum) if largest else tree_sum
         totals = [join(values) for values in zip(*tensors, strict=True)]
         if self.processes > 1:
             totals = self._reduce_packed(totals, largest)
         return [list(totals) for _ in tensors]
 
+    def reduce_scatter(self, tensors: Sequence[tf.Tensor], lane: int = 0) -> tf.Tensor:
+        """Returns this process's part of the sum over all ranks, in the order of `tree`.
+
+        `tensors` are the vectors of this process's ranks. The sum has as many parts of equal length as there are processes.
+        """
+        rows = tf.reshape(tree_sum(tensors), [self.processes, -1])
+        return self._in_lane(lane, lambda: self._reduce_scatter_of_processes(rows))
+
+    def gather_parts(self, part: tf.Tensor, lane: int = 0) -> tf.Tensor:
+        """Returns the concatenated parts of all processes, vectors of equal length, as `reduce_scatter` returns them."""
+        return self._in_lane(lane, lambda: tf.reshape(self._gather_of_processes(part), [-1]))
+
+    def _in_lane(self, lane: int, work: Callable[[], Any]) -> Any:
+        outer_lane = self._lane
+        self._lane = lane
+        try:
+            return work()
+        finally:
+            self._lane = outer_lane
+
     def _reduce_packed(self, values: list[tf.Tensor], largest: bool) -> list[tf.Tensor]:
         """Returns the sums over processes. The tensors of one dtype share a message; a tensor of unknown size has its own."""
         totals = list(values)
-        for dtype in dict.fromkeys(value.dtype for value in values):
-            # TensorFlow cannot split a tensor without elements into pieces.
-            indices = [i for i, value in enumerate(values) if value.dtype == dtype and value.shape.num_elements()]
-            for i, value in enumerate(values):
-                if value.dtype == dtype and value.shape.num_elements() is None:
-                    totals[i] = self._reduce_of_processes(value, largest)
-            if not indices:
-                continue
-            same = [values[index] for index in indices]
-            total = self._reduce_of_processes(flatten(same) if len(same) > 1 else same[0], largest)
-            for index, value in zip(indices, unflatten(total, same) if len(same) > 1 else [total], strict=True):
+        indices_of_dtype: dict[tf.DType, list[int]] = {}
+        for index, value in enumerate(values):
+            elements = value.shape.num_elements()
+            if elements is None:
+                totals[index] = self._reduce_of_processes(value, largest)
+            elif elements:  # TensorFlow cannot split a tensor without elements into pieces
+                indices_of_dtype.setdefault(value.dtype, []).append(index)
+        for indices in indices_of_dtype.values():
+            packed = [values[index] for index in indices]
+            total = self._reduce_of_processes(flatten(packed), largest)
+            for index, value in zip(indices, unflatten(total, packed), strict=True):
                 totals[index] = value
         return totals
 
     def _all_gather(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        local = tf.stack(tensors)
-        gathered = (
-            tf.reshape(self._gather_of_processes(local), [self.size, *tensors[0].shape])
-            if self.processes > 1
-            else local
-        )
+        gathered = tf.stack(tensors)
+        if self.processes > 1:
+            gathered = tf.reshape(self._gather_of_processes(gathered), [self.size, *tensors[0].shape])
         return [gathered] * len(tensors)
 
     def _all_to_all(self, tensors: list[tf.Tensor]) -> list[tf.Tensor]:
-        local, shape = len(tensors), tensors[0].shape[1:]
         if self.processes == self.size:
             return [self._exchange_of_processes(tensors[0])]
+        local = len(tensors)
+        shape = tensors[0].shape[1:]
         rows = tf.stack(tensors, 1)  # [to, from, ...], the senders of this process
         if self.processes > 1:
+            # Process p receives the rows for all of its ranks in one message. Afterwards the axes are [process, to, from, ...].
             rows = self._exchange_of_processes(tf.reshape(rows, [self.processes, local, local, *shape]))
-            rows = tf.reshape(tf.transpose(rows, [1, 0, 2, *range(3, rows.shape.rank)]), [local, self.size, *shape])
+            rows = tf.transpose(rows, [1, 0, 2, *range(3, rows.shape.rank)])
+            rows = tf.reshape(rows, [local, self.size, *shape])
         return tf.unstack(rows)
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
@@ -168,6 +183,10 @@ class Communicator:
     def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sends row p of a tensor `[processes, ...]` to process p; returns the rows that this process receives."""
         return tensor
+
+    def _reduce_scatter_of_processes(self, rows: tf.Tensor) -> tf.Tensor:
+        """Returns row p of the sum of `[processes, elements]` over the processes, on process p."""
+        return tree_sum(tf.unstack(self._exchange_of_processes(rows)))
 
     def _gather_rows_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Returns the concatenated rows of all processes, which have equally many."""
@@ -183,6 +202,10 @@ class Communicator:
         """Returns the sum over the processes of a tensor whose shape may change between steps."""
         return tensor
 
+    def _exchange_changing_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        """Is `_exchange_of_processes` for a tensor whose shape may change between steps."""
+        return rows
+
 
 def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
     """Returns the communicator of a strategy's replicas; creates it at the first call.
@@ -193,11 +216,10 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
     check_compresses(strategy)
     if getattr(strategy, "communicator", None) is None:  # strategies of TensorFlow have no such attribute
         with tf.init_scope():
-            strategy.communicator = (
-                cross_process_communicator(strategy)
-                if traits_of(strategy).several_processes
-                else InProcessCommunicator(tf_internals.num_replicas(strategy))
-            )
+            if traits_of(strategy).several_processes:
+                strategy.communicator = cross_process_communicator(strategy)
+            else:
+                strategy.communicator = InProcessCommunicator(tf_internals.num_replicas(strategy))
     return strategy.communicator
 
 
@@ -223,36 +245,37 @@ class InProcessCommunicator(Communicator):
 class CrossProcessCommunicator(Communicator):
     """Ranks in several processes, which use TensorFlow's collectives.
 
-    Args:
-        ranks: The ranks in this process.
-        size: The number of ranks in all processes.
-        launcher: Launches the collectives of this process.
-        in_order: Whether sums have the order of `tree`; otherwise they have the order of TensorFlow's all-reduce, for example of NCCL.
+    Sums have the order of `tree` if `in_order`, else the order of TensorFlow's all-reduce, for example of NCCL.
     """
 
     def __init__(self, ranks: Sequence[int], size: int, launcher: Launcher, in_order: bool = True):
         super().__init__(ranks, size)
-        self._launcher, self._in_order = launcher, in_order
-        self._tokens: dict[int, Any] = {}
+        self._launcher = launcher
+        self._in_order = in_order
+        self._tokens: dict[int, Any] = {}  # by lane
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
         # The order does not matter for two numbers. TensorFlow's ring adds more numbers in an order that depends on their position in
         # the tensor.
         if largest or self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
-            return self._all_reduce_by_tensorflow(tensor, largest)
-        vector, count = tf.reshape(tensor, [-1]), tensor.shape.num_elements()
-        if count is None or count * tensor.dtype.size <= _SMALL_BYTES:
+            merge_op = "Max" if largest else "Add"
+            return self._launch(tf_cluster.all_reduce, tensor, merge_op=merge_op, max_subdivs_per_device=_PIECES)
+        vector = tf.reshape(tensor, [-1])
+        count = tensor.shape.num_elements()
+        if count is None:
+            total = tree_sum(tf.unstack(self._gather_of_processes(vector)))
+            return tf.reshape(total, tf.shape(tensor))
+        if count * tensor.dtype.size <= _SMALL_BYTES:
             total = tree_sum(tf.unstack(self._gather_of_processes(vector)))
         else:
+            # Each process sums one part of the vector, and sends the sum to all: as many bytes as the ring moves.
             padding = -count % self.processes
-            parts = tf.reshape(tf.pad(vector, [[0, padding]]) if padding else vector, [self.processes, -1])
+            if padding:
+                vector = tf.pad(vector, [[0, padding]])
+            parts = tf.reshape(vector, [self.processes, -1])
             local_part = tree_sum(tf.unstack(self._exchange_of_processes(parts)))
             total = tf.reshape(self._gather_of_processes(local_part), [-1])[:count]
-        return tf.reshape(total, tf.shape(tensor) if count is None else tensor.shape)
-
-    def _all_reduce_by_tensorflow(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
-        merge = "Max" if largest else "Add"
-        return self._launch(tf_cluster.all_reduce, tensor, merge_op=merge, max_subdivs_per_device=_PIECES)
+        return tf.reshape(total, tensor.shape)
 
     def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
         gathered = self._launch(tf_cluster.all_gather, tensor[tf.newaxis])
@@ -260,6 +283,9 @@ class CrossProcessCommunicator(Communicator):
 
     def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
         return self._launch(tf_cluster.all_to_all, tensor)
+
+    def _exchange_changing_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return tf.ensure_shape(self._launch(tf_cluster.all_to_all, rows, _key_of(step)), rows.shape)
 
     def _gather_rows_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         return self._launch(tf_cluster.all_gather, rows, _key_of(step))
@@ -273,14 +299,17 @@ class CrossProcessCommunicator(Communicator):
     def _gather_unequal_rows_of_processes(
         self, values: tf.Tensor, indices: tf.Tensor, step: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
-        width, rows = values.shape[1], tf.shape(indices)
+        # TensorFlow gathers equally many rows of each process: pad to the most, and remove the padding of all processes afterwards.
+        width = values.shape[1]
+        rows = tf.shape(indices)
         counts = self._gather_rows_of_processes(rows, step)
         max_rows = tf.reduce_max(counts)
         padding = max_rows - rows[0]
         values = self._gather_rows_of_processes(tf.pad(values, [[0, padding], [0, 0]]), step)
         indices = self._gather_rows_of_processes(tf.pad(indices, [[0, padding]]), step)
+        values = tf.ensure_shape(values, [None, width])
+        indices = tf.ensure_shape(indices, [None])
         present = tf.ensure_shape(tf.reshape(tf.sequence_mask(counts, max_rows), [-1]), [None])
-        values, indices = tf.ensure_shape(values, [None, width]), tf.ensure_shape(indices, [None])
         return tf.boolean_mask(values, present), tf.boolean_mask(indices, present)
 
     def _launch(self, collective: Any, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
@@ -288,13 +317,15 @@ class CrossProcessCommunicator(Communicator):
         if collective is tf_cluster.all_gather and tensor.dtype == tf.bfloat16:
             return tf.bitcast(self._launch(collective, tf.bitcast(tensor, tf.float16), key, **how), tf.bfloat16)
         options = tf_cluster.options(self._launcher)
+        # Where a thread watches the waits, it alone decides when a wait is too long.
+        timeout = 0 if phases.watched else options.timeout_seconds
         with tf.device(tf_cluster.device(self._launcher)):
             return collective(
                 tensor,
                 *tf_cluster.group(self._launcher),
                 tf_cluster.next_key(self._launcher) + key,
                 communication_hint=options.implementation.value,
-                timeout=0 if phases.watched else options.timeout_seconds or 0,
+                timeout=timeout or 0,
                 ordering_token=self._token(),
                 **how,
             )
@@ -312,14 +343,11 @@ class CrossProcessCommunicator(Communicator):
 
 
 class DeviceCommunicator(Communicator):
-    """Ranks on GPUs. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs, and adds in its own order.
-
-    Args:
-        strategy: The strategy of the ranks.
-    """
+    """Ranks on GPUs. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs, and adds in its own order."""
 
     def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
-        ranks, size = _ranks(strategy), tf_internals.num_replicas(strategy)
+        ranks = _ranks(strategy)
+        size = tf_internals.num_replicas(strategy)
         super().__init__(ranks, size)
         self._communicators = [
             CrossProcessCommunicator([rank], size, launcher, in_order=False)
@@ -329,35 +357,24 @@ class DeviceCommunicator(Communicator):
     def _answer(self, requests: list[Any]) -> list[Any]:
         if isinstance(requests[0], Cond):
             return super()._answer(requests)
-        return [
-            communicator._answer([request])[0]
-            for communicator, request in zip(self._communicators, requests, strict=True)
-        ]
+        return self._on_each_rank(CrossProcessCommunicator._answer, requests)
 
-    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [
-            communicator.gather([tensor], step)[0]
-            for communicator, tensor in zip(self._communicators, tensors, strict=True)
-        ]
+    def gather(self, tensors: list[tf.Tensor], step: tf.Tensor, lane: int = 0) -> list[tf.Tensor]:
+        return self._on_each_rank(CrossProcessCommunicator.gather, tensors, step)
 
     def gather_rows(self, slices: list[tf.IndexedSlices], step: tf.Tensor) -> list[tf.IndexedSlices]:
-        return [
-            communicator.gather_rows([rows], step)[0]
-            for communicator, rows in zip(self._communicators, slices, strict=True)
-        ]
+        return self._on_each_rank(CrossProcessCommunicator.gather_rows, slices, step)
 
-    def add(self, tensors: list[tf.Tensor], step: tf.Tensor) -> list[tf.Tensor]:
-        return [
-            communicator.add([tensor], step)[0]
-            for communicator, tensor in zip(self._communicators, tensors, strict=True)
-        ]
+    def add(self, tensors: list[tf.Tensor], step: tf.Tensor, lane: int = 0) -> list[tf.Tensor]:
+        return self._on_each_rank(CrossProcessCommunicator.add, tensors, step)
+
+    def _on_each_rank(self, method: Callable[..., list[Any]], values: Sequence[Any], *step: tf.Tensor) -> list[Any]:
+        pairs = zip(self._communicators, values, strict=True)
+        return [method(communicator, [value], *step)[0] for communicator, value in pairs]
 
 
 class ByteCounter(InProcessCommunicator):
     """Simulates one rank of a group of any size, and counts the bytes that it would send.
-
-    Args:
-        size: The number of ranks.
 
     Attributes:
         sent: Bytes sent by one rank. For a tensor of B bytes and N ranks, an all-reduce (a ring) sends 2 (N-1)/N B, an all-gather

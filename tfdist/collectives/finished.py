@@ -2,10 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-
-import tensorflow as tf
-
 from tfdist.cluster import TaskSpec
 from tfdist.compat import tf_cluster
 
@@ -15,12 +11,9 @@ _key = "tfdist/finished/{}".format
 
 def publish(task: TaskSpec) -> None:
     """Publishes that this process, `task`, exits with code 0."""
-    with contextlib.suppress(tf.errors.OpError):  # the chief, which holds the texts, may have ended
-        tf_cluster.publish(_key(task), "0")
+    tf_cluster.try_publish(_key(task), "0")
 
 
 def is_published(task: TaskSpec) -> bool:
     """Returns whether a task has published that it exits with code 0; False if the chief, which holds the texts, has ended."""
-    with contextlib.suppress(tf.errors.OpError):
-        return bool(tf_cluster.published(_key(task), _READ_WITHIN))
-    return False
+    return bool(tf_cluster.find_published(_key(task), _READ_WITHIN))

@@ -22,32 +22,29 @@ _CPU_INFO = pathlib.Path("/proc/cpuinfo")
 def intra_op_threads() -> int:
     """Returns the number of threads that compute one TensorFlow operation on this process's CPU."""
     configured = tf.config.threading.get_intra_op_parallelism_threads()
+    if configured:
+        return configured
     named = os.environ.get("TF_NUM_INTRAOP_THREADS", "")
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return configured or (int(named) if named.isdigit() else 0) or cores
+    if named.isdigit() and int(named):
+        return int(named)
+    if hasattr(os, "sched_getaffinity"):
+        return len(os.sched_getaffinity(0))
+    return os.cpu_count() or 1
 
 
 def processor_name(devices: tuple[str, ...]) -> str:
-    """Returns the names of the GPUs that compute the replicas, else the CPU's threads and name.
-
-    Args:
-        devices: TensorFlow's names of the devices of this process's replicas.
-    """
+    """Returns the names of the GPUs among the devices that compute the replicas, else the CPU's threads and name."""
     if any("GPU" in device for device in devices):
         gpus = tf.config.list_physical_devices("GPU")
         return ", ".join(str(tf.config.experimental.get_device_details(gpu).get("device_name")) for gpu in gpus)
     lines = _CPU_INFO.read_text().splitlines() if _CPU_INFO.exists() else []
     names = [line.partition(":")[2].strip() for line in lines if line.startswith("model name")]
-    return f"{intra_op_threads()} threads of {names[0] if names else platform.processor()}"
+    name = names[0] if names else platform.processor()
+    return f"{intra_op_threads()} threads of {name}"
 
 
 def unlike_processors(strategy: tf.distribute.MultiWorkerMirroredStrategy, workers: int) -> tuple[int, ...]:
-    """Returns each worker's number of threads if the workers' processors differ, else `()`. A collective.
-
-    Args:
-        strategy: The strategy.
-        workers: The number of workers.
-    """
+    """Returns each worker's number of threads if the workers' processors differ, else `()`. A collective."""
     processor = processor_name(strategy.extended.worker_devices)
     replicas = strategy.num_replicas_in_sync // workers
 

@@ -44,27 +44,27 @@ class OwnTime:
     A step that applies several optimizers is measured until the first one's gradients.
 
     Attributes:
-        seconds: The part that steps have measured, a variable.
+        seconds: The part that steps have measured since the start, a variable.
     """
 
     def __init__(self) -> None:
         with tf.init_scope(), tf.device("CPU:0"):
             # Not a variable of the strategy, in whose scope this may be.
             self.seconds = tf_cluster.ResourceVariable(0.0, dtype=tf.float64, trainable=False, name="own_seconds")
+        self._taken = 0.0  # `seconds` at the last `take`
         self._between = 0.0  # seconds between executions
         self._executions = self._gaps = 0  # executions, and those before which the time was measured
         self._ended: tuple[float, float] | None = None  # time and waits at the end of the last execution
-        self._begun: tf.Tensor | None = (
-            None  # the start of the step that is being traced; None once its gradients are ready
-        )
+        # The start of the step that is being traced; None once its gradients are ready.
+        self._begun: tf.Tensor | None = None
         self._waits: list[tf.Tensor] = []  # the waits of that step so far
-        self._fetching: Any = (
-            None  # while a step's data are traced: the variable that is true while the step waits for its own data
-        )
+        # While a step's data are traced: the variable that is true while the step waits for its own data.
+        self._fetching: Any = None
 
     def execute(self, execution: Callable[[], _Result], trains: bool) -> _Result:
         """Runs an execution and returns its result; measures the time since the last one if both train."""
-        ended, self._ended = self._ended, None
+        ended = self._ended
+        self._ended = None
         self._executions += trains
         if trains and ended is not None:
             self._gaps += 1
@@ -80,11 +80,14 @@ class OwnTime:
 
     def take(self) -> float:
         """Returns the seconds since the last call; NaN if no step was measured."""
-        seconds, between = float(self.seconds.numpy()), self._between
+        total = float(self.seconds.numpy())
+        seconds = total - self._taken
+        between = self._between
         if self._gaps:  # short epochs have few gaps
             between *= self._executions / self._gaps
-        self.seconds.assign(0.0)
-        self._between, self._executions, self._gaps = 0.0, 0, 0
+        self._taken = total
+        self._between = 0.0
+        self._executions = self._gaps = 0
         return seconds + between if seconds > 0 else float("nan")
 
     @contextlib.contextmanager
@@ -117,7 +120,7 @@ class OwnTime:
         Replicas of one process wait together, so only the wait of the first one is subtracted.
         """
         if self._fetching is not None:
-            with tf.control_dependencies(_tensors(value)):
+            with tf.control_dependencies(_first_elements(value)):
                 self._fetching.assign(False, read_value=False)
         if self._begun is None:
             with waiting() if tf.executing_eagerly() else contextlib.nullcontext():
@@ -142,11 +145,19 @@ class OwnTime:
 
 def _time_of(values: Structure) -> tf.Tensor:
     """Returns the time at which all of the values are ready."""
-    with tf.control_dependencies(_tensors(values)):
+    with tf.control_dependencies(_first_elements(values)):
         return tf.timestamp()
 
 
-def _tensors(values: Structure) -> list[tf.Tensor]:
+def _first_elements(values: Structure) -> list[tf.Tensor]:
+    """Returns the first element of each tensor: what waits for it waits for the tensor."""
+    # TensorFlow does not fuse a product with its bias and activation if an operation waits for the activation without reading it. The
+    # unfused ones differ in the last bit, and one process, which measures no own time, fuses them.
+    return [tf.reshape(tensor, [-1])[:1] for tensor in tensors_in(values)]
+
+
+def tensors_in(values: Structure) -> list[tf.Tensor]:
+    """Returns the tensors of a structure, those of ragged and sparse tensors among them."""
     return [value for value in tf.nest.flatten(values, expand_composites=True) if isinstance(value, tf.Tensor)]
 
 
@@ -157,12 +168,21 @@ def own_time_of(strategy: object) -> OwnTime | None:
 
 
 def leave_out_wait(strategy: object, value: Structure, collective: Callable[[], _Result]) -> _Result:
-    """Returns the result of a collective in a step, without counting its wait as this task's own time.
-
-    Args:
-        strategy: The strategy of the step.
-        value: The input of the collective.
-        collective: Runs the collective.
-    """
+    """Returns the result of a collective with the input `value` in a step, without counting its wait as this task's own time."""
     own_time = own_time_of(strategy)
     return own_time.wait(value, collective) if own_time else collective()
+
+
+def measure_input_wait(get: Callable[[], Structure]) -> tuple[Structure, tf.Tensor]:
+    """Returns the result of `get`, and the seconds until all of its tensors were available, a float64 scalar.
+
+    The graph draws its own data, so only the graph can measure how long a step waits for its batch. The seconds are NaN
+    with deterministic operations, because TensorFlow then has no clock.
+    """
+    if tf_internals.is_op_determinism_enabled():
+        return get(), tf.constant(float("nan"), tf.float64)
+    begun = tf.timestamp()
+    with tf.control_dependencies([begun]):
+        data = get()
+    with tf.control_dependencies(tensors_in(data)):
+        return data, tf.timestamp() - begun

@@ -7,7 +7,6 @@ a system call: it uses no processor time, and other Python threads run meanwhile
 from __future__ import annotations
 
 import collections
-import os
 import select
 import socket
 import struct
@@ -15,7 +14,8 @@ import time
 import weakref
 from collections.abc import Mapping
 
-from tfdist.runtime.phase import main as phases
+from tfdist.runtime.end import hooks
+from tfdist.runtime.report.phase import main as phases
 
 _MESSAGE = struct.Struct("<II")  # the point's number and the call's signature; or one of these two kinds and a rank:
 _CLOSED = 0xFFFFFFFF  # the sender closes without an error
@@ -25,12 +25,9 @@ _ALL: weakref.WeakSet[PeerLinks] = weakref.WeakSet()
 
 
 class PeerLinks:
-    """A socket to each other rank.
+    """A connected socket of type SOCK_SEQPACKET to each other rank.
 
-    Args:
-        rank: This process's rank.
-        sockets: A connected socket of type SOCK_SEQPACKET for each other rank.
-        timeout_seconds: Limit of each wait, in a process whose waits are not watched; 0 means no limit.
+    In a process whose waits are not watched, `timeout_seconds` limits each wait; 0 means no limit.
     """
 
     def __init__(self, rank: int, sockets: Mapping[int, socket.socket], timeout_seconds: float = 0):
@@ -51,11 +48,7 @@ class PeerLinks:
         _ALL.add(self)
 
     def post(self, signature: int) -> None:
-        """Notifies the other ranks that this rank has reached its next point.
-
-        Args:
-            signature: A checksum of the call, 32 bits that are equal on all ranks.
-        """
+        """Notifies the other ranks that this rank has reached its next point. The signature is a checksum of the call, of 32 bits."""
         message = _MESSAGE.pack(self._posted % _POINTS, signature)
         self._posted += 1
         self._expected.append(message)
@@ -74,11 +67,12 @@ class PeerLinks:
         limit = time.monotonic() + self._timeout_seconds if bounded else None
         while missing := [peer for peer, arrived in self._arrived.items() if not arrived]:
             self.check()
-            if gone := self._closed_peers.intersection(missing):
+            gone = self._closed_peers.intersection(missing)
+            if gone:
                 raise self._give_up(min(gone), f"rank {min(gone)} has ended")
-            seconds_left = None if limit is None else max(0, limit - time.monotonic())
-            ready = self._poll.poll(seconds_left if seconds_left is None else seconds_left * 1000)
-            if not ready and seconds_left == 0:
+            ms_left = None if limit is None else 1000 * max(0, limit - time.monotonic())
+            ready = self._poll.poll(ms_left)
+            if not ready and ms_left == 0:
                 names = ", ".join(map(str, missing))
                 error = f"rank {names} did not take part within {self._timeout_seconds:g} seconds"
                 self._give_up(missing[0], error)
@@ -106,32 +100,27 @@ class PeerLinks:
         except OSError:
             message = b""
         self.check()  # after `shut`, all peers look closed
-        kind, value = _MESSAGE.unpack(message) if len(message) == _MESSAGE.size else (_LOST, peer)
-        if not message and peer in self._closed_peers:
+        if not message:  # the peer has closed its socket, or its process has died
+            if peer not in self._closed_peers:
+                raise self._give_up(peer, f"rank {peer} has died")
             self._poll.unregister(self._sockets[peer])
-        elif kind == _CLOSED:
+            return
+        kind, value = _MESSAGE.unpack(message)
+        if kind == _CLOSED:
             self._closed_peers.add(peer)
-        elif kind == _LOST:
-            raise self._give_up(
-                value,
-                f"rank {value} has died" if not message else
-                f"rank {value} has given up after an error" if value == peer else
-                f"rank {value} is lost, as rank {peer} reports",
-            )  # fmt: skip
-        else:
+        elif kind != _LOST:
             self._arrived[peer].append(message)
+        elif value == peer:
+            raise self._give_up(value, f"rank {value} has given up after an error")
+        else:
+            raise self._give_up(value, f"rank {value} is lost, as rank {peer} reports")
 
     def _give_up(self, cause: int, error: str) -> ConnectionError:
         self.abort(cause, error)
         return ConnectionError(error)
 
     def abort(self, cause: int, error: str) -> None:
-        """Ends the links after an error, as the ranks are no longer at the same point.
-
-        Args:
-            cause: The rank that caused the error, which is sent to the other ranks.
-            error: The error message of later calls.
-        """
+        """Ends the links after an error, as the ranks are no longer at the same point. The other ranks receive the rank that caused it."""
         if not self._error:
             self._error = error
             self._end(_LOST, cause)
@@ -176,4 +165,4 @@ def _close_in_child() -> None:
         links.release()
 
 
-os.register_at_fork(after_in_child=_close_in_child)
+hooks.in_child(_close_in_child)

@@ -9,7 +9,8 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.collectives import own_time
-from tfdist.runtime.phase import phase
+from tfdist.runtime.report.phase import phase
+from tfdist.strategy import Strategy
 
 _PIECE = 256  # bytes: a text is padded to a multiple, because TensorFlow traces a function for each length
 # Bytes: a longer content is sent in several messages, so that no rank needs a second copy of it.
@@ -19,15 +20,10 @@ _LONGEST_MESSAGE = 1 << 24
 class Ranks:
     """Exchanges numbers, texts and bytes among the tasks of a strategy. Every method is a collective: every rank must call it.
 
-    Args:
-        strategy: The strategy.
-        rank: This task's rank.
-        names: The names of all tasks, for messages.
-
     Attributes:
         rank: This task's rank.
         size: The number of tasks.
-        names: The names of all tasks.
+        names: The names of all tasks, for messages.
     """
 
     def __init__(self, strategy: tf.distribute.Strategy, rank: int, names: Sequence[str]):
@@ -90,15 +86,8 @@ class Ranks:
     def send(self, source: int, content: Sequence[np.ndarray], target: int | None = None) -> np.ndarray | None:
         """Sends bytes from one rank to another, or to all others.
 
-        The messages pass through every rank, as a sum with zeros.
-
-        Args:
-            source: The rank that sends.
-            content: The arrays of uint8 to send, one after the other. Other ranks pass an empty sequence.
-            target: The rank that receives; None means all ranks except `source`.
-
-        Returns:
-            The bytes, as uint8, on a rank that receives; None on the others.
+        The messages pass through every rank, as a sum with zeros. `content` are the arrays of uint8 on the rank that sends, empty on others.
+        `target` None means all ranks except `source`. Returns the bytes, as uint8, on a rank that receives; None on the others.
         """
         total = int(self.gather(float(sum(map(len, content))))[source, 0])
         receives = self.rank != source and target in (None, self.rank)
@@ -117,6 +106,23 @@ class Ranks:
                 received[start : start + length] = result.numpy().view(np.uint8)[:length]
         return received if receives else None
 
+    def receive(self, source: int, content: np.ndarray) -> np.ndarray:
+        """Returns the bytes of `source`, as uint8; every rank gives its own content, and receives from one rank that it chooses."""
+        lengths = self.gather(float(len(content)))[:, 0].astype(int)
+        received = np.empty(lengths[source], np.uint8)
+        most = max(_PIECE, _LONGEST_MESSAGE // self.size // _PIECE * _PIECE)
+        for start in range(0, int(lengths.max()), most):
+            # As in `send`: few different lengths, and a type that collectives and GPUs have.
+            length = min(int(lengths.max()) - start, most)
+            rows = np.zeros((self.size, max(1 << (length - 1).bit_length(), _PIECE)), np.uint8)
+            own = content[start : start + length]
+            rows[self.rank, : len(own)] = own
+            with phase("exchange"):
+                result = self._reduce(rows.view(np.int64)).numpy().view(np.uint8)
+            part = received[start : start + length]
+            part[:] = result[source, : len(part)]
+        return received
+
     def _reduce(self, value: Any) -> tf.Tensor:
         replicas = self._strategy.num_replicas_in_sync // self.size
 
@@ -131,15 +137,26 @@ class Ranks:
             return total(values)
 
 
+def ranks_of(strategy: Strategy) -> Ranks:
+    """Returns the tasks that train together."""
+    if strategy.cluster_task is None:
+        return Ranks(strategy, 0, ["worker-0"])
+    cluster, task = strategy.cluster_task
+    tasks = cluster.training_tasks()
+    return Ranks(strategy, tasks.index(task), list(map(str, tasks)))
+
+
 def _messages(arrays: Iterable[np.ndarray]) -> Iterator[np.ndarray]:
     """Yields the bytes of all arrays, `_LONGEST_MESSAGE` at a time."""
-    message, filled = np.empty(_LONGEST_MESSAGE, np.uint8), 0
+    message = np.empty(_LONGEST_MESSAGE, np.uint8)
+    filled = 0
     for array in arrays:
         start = 0
         while start < len(array):
             length = min(len(array) - start, _LONGEST_MESSAGE - filled)
             message[filled : filled + length] = array[start : start + length]
-            start, filled = start + length, filled + length
+            start += length
+            filled += length
             if filled == _LONGEST_MESSAGE:
                 yield message
                 filled = 0

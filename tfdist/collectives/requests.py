@@ -95,6 +95,7 @@ def fuse(exchanges: Sequence[Exchange]) -> Generator[Any, Any, list[ReduceResult
     for index in range(len(exchanges)):
         advance(index, None)
     while pending:
+        # All ranks run the same exchanges, so all of them yield the requests of a round in this order.
         sums = {i: request for i, request in pending.items() if isinstance(request, AllReduce) and not request.largest}
         others = {i: request for i, request in pending.items() if i not in sums}
         answers: dict[int, Any] = {}

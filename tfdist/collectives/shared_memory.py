@@ -60,16 +60,13 @@ class SharedMemoryTransport(BufferTransport):
     """A transport among the ranks of one host.
 
     After an error all further calls raise ConnectionError: the ranks are no longer at the same point.
-
-    Args:
-        memory: The shared memory.
-        size: The number of ranks.
-        links: Sockets to the other ranks.
-        rank: This process's rank.
     """
 
+    checks_calls = True
+
     def __init__(self, memory: mmap.mmap, size: int, links: PeerLinks, rank: int):
-        self.rank, self.size = rank, size
+        self.rank = rank
+        self.size = size
         self._slots = np.frombuffer(memory, np.uint8).reshape(_TURNS, size, -1)
         self._links = links
         self._others = [other for other in range(size) if other != rank]
@@ -94,9 +91,9 @@ class SharedMemoryTransport(BufferTransport):
 
     def _reduce(self, flat: np.ndarray, result: np.ndarray, largest: bool, signature: int) -> None:
         step = self._slots.shape[2] // flat.itemsize
-        pieces, results = (
-            [numbers[start : start + step] for start in range(0, flat.size, step)] for numbers in (flat, result)
-        )
+        starts = range(0, flat.size, step)
+        pieces = [flat[start : start + step] for start in starts]
+        results = [result[start : start + step] for start in starts]
         slots = self._put(pieces[0], signature)
         for index, piece in enumerate(pieces):
             self._links.wait()  # until all ranks have written this piece
@@ -105,12 +102,14 @@ class SharedMemoryTransport(BufferTransport):
             # The sum goes into this rank's slot, where the others read it. Its own part of the slot is free: `_put` writes only the
             # parts that other ranks add up.
             total = slots[self.rank, own_part]
-            reduce_in_order(
-                [piece[own_part] if r == self.rank else slots[r, own_part] for r in range(self.size)], total, largest
-            )
+            values = [slots[r, own_part] for r in range(self.size)]
+            values[self.rank] = piece[own_part]
+            reduce_in_order(values, total, largest)
             self._links.post(signature)
             # Write the next piece while slower ranks still add up this one: it goes into the next slot, so these can be read.
-            next_slots = self._put(pieces[index + 1], signature) if index + 1 < len(pieces) else slots
+            next_slots = slots
+            if index + 1 < len(pieces):
+                next_slots = self._put(pieces[index + 1], signature)
             results[index][own_part] = total
             self._links.wait()  # until all ranks have written their sums
             for other in self._others:
@@ -133,7 +132,7 @@ class SharedMemoryTransport(BufferTransport):
 
     def all_gather(self, array: np.ndarray) -> np.ndarray:
         _check(array)
-        result = np.empty((self.size, *array.shape), array.dtype)
+        result = aligned_empty(self.size * array.size, array.dtype).reshape(self.size, *array.shape)
         result[self.rank] = array
         with self._call("all_gather", array) as signature:
             self._move(result.reshape(self.size, -1), signature, self._slots.shape[2], self._gather_piece)
@@ -151,31 +150,56 @@ class SharedMemoryTransport(BufferTransport):
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
         _check(array)
         check_rows(array, self.size)
-        result = np.array(array, order="C")
+        result = aligned_empty(array.size, array.dtype).reshape(array.shape)
+        result[...] = array
         with self._call("all_to_all", array) as signature:
             width = self._slots.shape[2] // self.size
             self._move(result.reshape(self.size, -1), signature, width, self._exchange_piece)
         return result
 
     def _exchange_piece(self, slots: np.ndarray, rows: np.ndarray) -> Callable[[], None]:
+        messages = self._put_messages(slots, rows)
+
+        def read() -> None:
+            for other in self._others:
+                rows[other] = messages[other]
+
+        return read
+
+    def _put_messages(self, slots: np.ndarray, rows: np.ndarray) -> np.ndarray:
+        """Writes each other rank's row into this rank's slot. Returns the rows that each rank writes for this one."""
         width = slots.shape[1] // self.size
         messages = slots[:, : width * self.size].reshape(self.size, self.size, width)[:, :, : rows.shape[1]]
         for other in self._others:
             messages[self.rank, other] = rows[other]
+        return messages[:, self.rank]
 
-        def read() -> None:
-            for other in self._others:
-                rows[other] = messages[other, self.rank]
+    def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
+        _check(array)
+        check_rows(array, self.size)
+        rows = np.ascontiguousarray(array).reshape(self.size, -1)
+        total = aligned_empty(rows.shape[1], rows.dtype)
+        remaining = total
 
-        return read
+        def add_piece(slots: np.ndarray, rows: np.ndarray) -> Callable[[], None]:
+            nonlocal remaining
+            messages = self._put_messages(slots, rows)
+            piece = remaining[: rows.shape[1]]
+            remaining = remaining[rows.shape[1] :]
+
+            def add() -> None:
+                values = list(messages)
+                values[self.rank] = rows[self.rank]
+                reduce_in_order(values, piece, largest=False)
+
+            return add
+
+        with self._call("reduce_scatter", array) as signature:
+            self._move(rows, signature, self._slots.shape[2] // self.size, add_piece)
+        return total.reshape(array.shape[1:])
 
     def broadcast(self, array: np.ndarray, root: int) -> np.ndarray:
-        """Returns the array of `root` on all ranks; on `root` itself, without a copy.
-
-        Args:
-            array: Has the same shape and dtype on all ranks; only the values of `root` are used.
-            root: The rank that sends its array.
-        """
+        """Returns the array of `root` on all ranks; on `root` itself, without a copy. Others pass any array of its shape and dtype."""
         _check(array)
         if not 0 <= root < self.size:
             raise ValueError(f"root is {root}, expected one of 0 to {self.size - 1}.")
@@ -184,9 +208,10 @@ class SharedMemoryTransport(BufferTransport):
 
         def write(slots: np.ndarray, rows: np.ndarray) -> Callable[[], None]:
             slot = slots[root, : rows.shape[1]]
-            if sends:
-                slot[...] = rows[0]
-            return lambda: None if sends else np.copyto(rows[0], slot)
+            if not sends:
+                return lambda: np.copyto(rows[0], slot)
+            slot[...] = rows[0]
+            return lambda: None
 
         with self._call(f"broadcast of {root}", array) as signature:
             self._move(result.reshape(1, -1), signature, self._slots.shape[2], write)
@@ -223,7 +248,7 @@ class SharedMemoryTransport(BufferTransport):
         with self._lock:
             self._links.check()
             try:
-                yield zlib.crc32(f"{method} {largest} {array.dtype} {array.size}".encode())
+                yield zlib.crc32(f"{method} {largest} {array.dtype} {array.shape}".encode())
             except BaseException as e:  # Ctrl-C, too
                 self._links.abort(self.rank, f"an earlier call has failed: {e}")
                 self._release()

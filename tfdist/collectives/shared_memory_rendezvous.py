@@ -23,8 +23,8 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist.collectives.buffer_transport import NoTransportError, Store
-from tfdist.runtime import temporary
 from tfdist.runtime.files import WriteError
+from tfdist.runtime.folders import temporary
 
 _HELLO = struct.Struct("<32sI")  # a token that only the store publishes, and the sender's rank
 _CREDENTIALS = struct.Struct("iII")
@@ -32,11 +32,7 @@ _BOOT = pathlib.Path("/proc/sys/kernel/random/boot_id")
 
 
 def meet(store: Store, memory_bytes: int) -> tuple[mmap.mmap, dict[int, socket.socket]]:
-    """Returns memory that all ranks share, and a socket to each other rank. All ranks call it.
-
-    Args:
-        store: The store of the ranks.
-        memory_bytes: The size of the memory; rank 0's value is used.
+    """Returns memory that all ranks share, of rank 0's `memory_bytes`, and a socket to each other rank. All ranks call it.
 
     Raises:
         NoTransportError: The ranks cannot share memory; the message is equal on all ranks.
@@ -44,11 +40,14 @@ def meet(store: Store, memory_bytes: int) -> tuple[mmap.mmap, dict[int, socket.s
     with contextlib.ExitStack() as stack:
         sockets: dict[int, socket.socket] = {}
         stack.callback(_close, sockets)
-        reason, memory = "", None
+        reason = ""
+        memory = None
         try:
             memory = _join(store, memory_bytes, sockets)
-        except (NoTransportError, OSError) as e:
-            reason = str(e) if isinstance(e, NoTransportError) else f"rank {store.rank}: {e}"
+        except NoTransportError as e:
+            reason = str(e)
+        except OSError as e:
+            reason = f"rank {store.rank}: {e}"
         reason = _agree(store, reason)
         if reason or memory is None:
             raise NoTransportError(reason)
@@ -57,9 +56,15 @@ def meet(store: Store, memory_bytes: int) -> tuple[mmap.mmap, dict[int, socket.s
 
 
 def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) -> mmap.mmap:
-    rank, size, seconds = store.rank, store.size, store.seconds
+    """Connects this rank with all others, whose sockets it adds to `sockets`; returns the shared memory.
+
+    A rank that cannot take part publishes its reason in place of an address, so that the others need not wait for its connection.
+    """
+    rank = store.rank
+    size = store.size
     own_entry: dict[str, Any] = {"size": size, "host": host_key(), "user": os.geteuid(), "token": secrets.token_hex(16)}
-    descriptor, listener = -1, None
+    descriptor = -1
+    listener = None
     with contextlib.ExitStack() as stack:
         try:
             if sys.platform != "linux":
@@ -75,7 +80,7 @@ def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) ->
         except (NoTransportError, OSError, WriteError) as e:
             own_entry["reason"] = f"rank {rank}: {e}"
         store.put(f"address/{rank}", json.dumps(own_entry))
-        limit = time.monotonic() + seconds
+        limit = time.monotonic() + store.seconds
         addresses = []
         for other in range(size):
             text = _get(store, f"address/{other}", _seconds_left(limit), f"rank {other} is not there")
@@ -83,18 +88,12 @@ def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) ->
         _compare(addresses)
         if listener is None:
             raise NoTransportError(own_entry["reason"])
-        limit = time.monotonic() + seconds
+        # Each rank connects to all lower ranks before it accepts the higher ones. A connection waits in the backlog of the listener,
+        # so no rank waits for another one that connects, and the replies come last.
+        limit = time.monotonic() + store.seconds
         for other in range(rank):
-            sockets[other] = connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-            connection.settimeout(seconds)
-            try:
-                with _short(addresses[other]["folder"]) as path:
-                    connection.connect(path)
-            except OSError as e:
-                raise NoTransportError(f"rank {rank} cannot reach rank {other} by a socket of its host: {e}") from e
-            if _user(connection) != os.geteuid():
-                raise NoTransportError(f"rank {rank} found a process of another user at the address of rank {other}")
-            connection.send(_HELLO.pack(addresses[other]["token"].encode(), rank), socket.MSG_NOSIGNAL)
+            sockets[other] = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+            _greet(sockets[other], other, addresses[other], store)
         while len(sockets) < size - 1:
             _accept(listener, own_entry["token"], store, limit, descriptor, sockets)
         for other in range(rank):
@@ -106,6 +105,19 @@ def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) ->
             connection.settimeout(None)
         flags = mmap.MAP_SHARED | mmap.MAP_POPULATE
         return mmap.mmap(descriptor, os.fstat(descriptor).st_size, flags)
+
+
+def _greet(connection: socket.socket, other: int, address: dict[str, Any], store: Store) -> None:
+    """Connects to a lower rank, and sends it that rank's token and this rank."""
+    connection.settimeout(store.seconds)
+    try:
+        with _short(address["folder"]) as path:
+            connection.connect(path)
+    except OSError as e:
+        raise NoTransportError(f"rank {store.rank} cannot reach rank {other} by a socket of its host: {e}") from e
+    if _user(connection) != os.geteuid():
+        raise NoTransportError(f"rank {store.rank} found a process of another user at the address of rank {other}")
+    connection.send(_HELLO.pack(address["token"].encode(), store.rank), socket.MSG_NOSIGNAL)
 
 
 @contextlib.contextmanager
@@ -121,9 +133,10 @@ def _short(folder: str) -> Iterator[str]:
 def host_key() -> str:
     """Returns a key that is equal for processes that can share memory."""
     boot = _BOOT.read_text().strip() if _BOOT.exists() else socket.gethostname()
-    with contextlib.suppress(OSError):
-        boot += " " + os.readlink("/proc/self/ns/net")  # socket names are known only within a network namespace
-    return boot
+    try:
+        return f"{boot} {os.readlink('/proc/self/ns/net')}"  # socket names are known only within a network namespace
+    except OSError:
+        return boot
 
 
 def _reserve(size: int) -> int:
@@ -157,17 +170,22 @@ def _accept(
     sockets: dict[int, socket.socket],
 ) -> None:
     """Accepts a connection from a higher rank and replies; the reply of rank 0 carries the memory's descriptor."""
-    rank, size = store.rank, store.size
+    rank = store.rank
+    size = store.size
     missing = ", ".join(str(other) for other in range(rank + 1, size) if other not in sockets)
     if not _readable(listener, limit):
         raise NoTransportError(f"rank {missing} has not connected with rank {rank} in time")
     connection = listener.accept()[0]
     try:
-        known = _user(connection) == os.geteuid() and _readable(connection, limit)
-        hello = connection.recv(_HELLO.size, socket.MSG_DONTWAIT) if known else b""
-        sender, other = _HELLO.unpack(hello) if len(hello) == _HELLO.size else (b"", 0)
+        if _user(connection) != os.geteuid() or not _readable(connection, limit):
+            return
+        hello = connection.recv(_HELLO.size, socket.MSG_DONTWAIT)
+        if len(hello) != _HELLO.size:
+            return
+        sender, other = _HELLO.unpack(hello)
         if sender == token.encode() and rank < other < size and other not in sockets:
-            socket.send_fds(connection, [b"welcome"], [descriptor] if rank == 0 else [], socket.MSG_NOSIGNAL)
+            descriptors = [descriptor] if rank == 0 else []
+            socket.send_fds(connection, [b"welcome"], descriptors, socket.MSG_NOSIGNAL)
             sockets[other] = connection
     finally:
         if connection not in sockets.values():

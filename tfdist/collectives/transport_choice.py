@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import random
 from collections.abc import Sequence
@@ -16,7 +15,7 @@ from tfdist.collectives.transports import Bootstrap
 from tfdist.compat import tf_cluster
 from tfdist.config.strategy import TENSORFLOW_TRANSPORTS, TRANSPORTS
 from tfdist.errors import ClusterError, ConfigError, describe_error
-from tfdist.runtime import process_end
+from tfdist.runtime.end import hooks, process_end
 from tfdist.runtime.log import logger
 from tfdist.strategy import Strategy
 
@@ -31,7 +30,7 @@ class Choice:
 
     Attributes:
         name: Its name, as in `strategy.transport`.
-        way: Its name with its levels, such as "gloo between 2 hosts, and by shared memory within".
+        way: Its name with its levels, such as "tcp between 2 hosts, and by shared memory within".
         reason: Why it was chosen.
         communicator: The communicator that uses it.
     """
@@ -45,15 +44,22 @@ class Choice:
 def choose(
     strategy: Strategy, workers: Sequence[str], addresses: Sequence[str], rank: int, wanted: str, timeout_seconds: float
 ) -> Choice:
-    """Returns the transport of gradients, the same on all workers of a strategy. A collective.
+    """Returns the transport of gradients, the same on all workers of a strategy, and logs it. A collective.
 
-    Args:
-        strategy: The strategy, with several processes.
-        workers: The names of the workers.
-        addresses: `host:port` of each worker.
-        rank: This worker's rank.
-        wanted: `strategy.transport`.
-        timeout_seconds: Limit of one collective; 0 means no limit.
+    Takes the arguments of `connect`, and raises its errors.
+    """
+    choice = connect(strategy, workers, addresses, rank, wanted, timeout_seconds)
+    if rank == 0 and len(workers) > 1:
+        logger.info(f"gradients travel by {choice.way}: {choice.reason}.")
+    return choice
+
+
+def connect(
+    strategy: Strategy, workers: Sequence[str], addresses: Sequence[str], rank: int, wanted: str, timeout_seconds: float
+) -> Choice:
+    """Returns the transport between the workers of a strategy, the same on all of them. A collective.
+
+    `workers` are their names, `addresses` their `host:port`; `wanted` is the configuration's `strategy.transport`.
 
     Raises:
         ConfigError: A worker cannot use the wanted transport, or the workers want different ones. All workers raise it.
@@ -65,8 +71,9 @@ def choose(
         raise ConfigError(
             f"strategy.transport must be the same for all workers. Received: {', '.join(sorted(wishes))}."
         )
+    # The chief's random number keeps the keys of several strategies of a cluster apart, because the store keeps them all.
     bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, addresses, timeout_seconds)
-    default = "nccl" if "GPU" in strategy.extended.worker_devices[0] else "grpc"
+    default = "nccl" if _on_gpus(strategy) else "grpc"
     if ranks.size == 1:
         choice = Choice(default, default, "there is one worker", cross_process_communicator(strategy))
     elif wanted == "auto":
@@ -74,38 +81,41 @@ def choose(
     elif wanted in TENSORFLOW_TRANSPORTS:
         choice = Choice(wanted, wanted, _NAMED, cross_process_communicator(strategy))
     else:
-        connected = transports.connect(wanted, bootstrap, _DEVICES if _unfit_devices(strategy) else "")
+        connected = transports.connect(wanted, bootstrap, _DEVICES if _on_gpus(strategy) else "")
         if connected.transport is None:
             reason = connected.reason
             raise ConfigError(f"strategy.transport={wanted} is not possible: {reason}. Use strategy.transport=grpc.")
         communicator = _buffered(strategy, connected.transport, timeout_seconds)
         choice = Choice(wanted, connected.way, _NAMED, communicator)
     if isinstance(choice.communicator, BufferedCommunicator):
-        atexit.register(_end, choice.communicator)
-    if ranks.is_chief and ranks.size > 1:
-        logger.info(f"gradients travel by {choice.way}: {choice.reason}.")
+        hooks.at_end(hooks.Stage.CONNECTIONS, _end, choice.communicator)
     return choice
 
 
 def _automatic(strategy: Strategy, bootstrap: Bootstrap, default: str) -> Choice:
     """Chooses by the workers' devices and hosts only: a choice by measured speed could differ after a restart and change the results."""
     tensorflow = cross_process_communicator(strategy)
-    if unfit := bootstrap.ranks.agree(_unfit_devices(strategy)):
+    unfit = bootstrap.ranks.agree("the replicas are on GPUs" if _on_gpus(strategy) else "")
+    if unfit:
         return Choice(default, default, unfit, tensorflow)
     hosts = len(set(bootstrap.ranks.gather_texts(shared_memory_rendezvous.host_key())))
-    name, where = (
-        ("shared_memory", "all workers share a host") if hosts == 1 else ("mpi", f"the workers are on {hosts} hosts")
-    )
-    connected = transports.connect(name, bootstrap, "")
-    if connected.transport is None:
-        impossible = (
-            f", and {name} is not possible: {connected.reason}"  # without mpirun, the absence of MPI is expected
-        )
-        return Choice(
-            default, default, where + (impossible if hosts == 1 or mpi.is_started_by_mpi() else ""), tensorflow
-        )
-    communicator = _buffered(strategy, connected.transport, bootstrap.timeout_seconds)
-    return Choice(name, connected.way, where + (", and MPI has started them" if name == "mpi" else ""), communicator)
+    if hosts == 1:
+        names = ["shared_memory", "tcp"]
+        reason = "all workers share a host"
+    else:
+        names = ["mpi", "tcp"]
+        reason = f"the workers are on {hosts} hosts"
+    for name in names:
+        connected = transports.connect(name, bootstrap, "")
+        if connected.transport is not None:
+            if name == "mpi":
+                reason += ", and MPI has started them"
+            communicator = _buffered(strategy, connected.transport, bootstrap.timeout_seconds)
+            return Choice(name, connected.way, reason, communicator)
+        # Without mpirun, the absence of MPI is expected.
+        if name != "mpi" or mpi.is_started_by_mpi():
+            reason += f", and {name} is not possible: {connected.reason}"
+    return Choice(default, default, reason, tensorflow)
 
 
 def _buffered(strategy: Strategy, transport: BufferTransport, timeout_seconds: float) -> BufferedCommunicator:
@@ -115,15 +125,15 @@ def _buffered(strategy: Strategy, transport: BufferTransport, timeout_seconds: f
     )
 
 
-def _unfit_devices(strategy: Strategy) -> str:
-    return "the replicas are on GPUs" if "GPU" in strategy.extended.worker_devices[0] else ""
+def _on_gpus(strategy: Strategy) -> bool:
+    return "GPU" in strategy.extended.worker_devices[0]
 
 
 def _end(communicator: BufferedCommunicator) -> None:
     """Closes a transport if all workers close theirs; otherwise the transport ends with the process."""
     code = process_end.expected_exit_code()
-    alone = code == 0 and process_end.amid_training
-    if communicator.calls.ended or alone or code not in (0, process_end.PREEMPTED):
+    ends_alone = code == 0 and process_end.amid_training
+    if communicator.calls.ended or ends_alone or code not in (0, process_end.PREEMPTED):
         return
     try:
         communicator.calls(communicator.transport.close, _END_SECONDS)

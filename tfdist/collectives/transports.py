@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 
-from tfdist.collectives import gloo, mpi, shared_memory, shared_memory_rendezvous, two_level
+from tfdist.collectives import mpi, shared_memory, shared_memory_rendezvous, tcp, two_level
 from tfdist.collectives.buffer_transport import BufferTransport, NoTransportError, Store
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import tf_cluster
@@ -29,11 +29,6 @@ class Candidate:
 
 
 CANDIDATES: Mapping[str, Candidate] = {
-    "gloo": Candidate(
-        lambda bootstrap: gloo.why_not(bootstrap.ranks.rank, bootstrap.addresses),
-        lambda bootstrap, members: gloo.connect(bootstrap.store().part("gloo"), bootstrap.addresses, members),
-        across_hosts=True,
-    ),
     "mpi": Candidate(
         lambda bootstrap: mpi.why_not(bootstrap.ranks.size),
         lambda bootstrap, members: mpi.connect(bootstrap.ranks.rank, bootstrap.ranks.size, members),
@@ -42,6 +37,13 @@ CANDIDATES: Mapping[str, Candidate] = {
     "shared_memory": Candidate(
         lambda _: "",
         lambda bootstrap, _: shared_memory.connect(bootstrap.store().part("memory"), bootstrap.timeout_seconds),
+    ),
+    "tcp": Candidate(
+        lambda bootstrap: tcp.why_not(bootstrap.ranks.rank, bootstrap.addresses),
+        lambda bootstrap, members: tcp.connect(
+            bootstrap.store().part("tcp"), bootstrap.addresses, members, bootstrap.timeout_seconds
+        ),
+        across_hosts=True,
     ),
 }
 
@@ -64,27 +66,28 @@ class Connected:
 def connect(name: str, bootstrap: Bootstrap, unfit: str) -> Connected:
     """Connects the workers by a transport, in two levels where that saves bytes. A collective.
 
-    Args:
-        name: One of `CANDIDATES`.
-        bootstrap: The workers.
-        unfit: Why this worker cannot use any of `CANDIDATES`, or an empty text.
+    `unfit` says why this worker cannot use any of `CANDIDATES`; empty if it can.
     """
-    transport, way = None, name
     reason = bootstrap.ranks.agree(unfit or CANDIDATES[name].why_not(bootstrap))
-    if not reason:
-        local_reason = ""
-        try:
-            transport, way = _connect(name, bootstrap)
-        except NoTransportError as e:
-            local_reason = str(e)
-        reason = bootstrap.ranks.agree(local_reason)
+    if reason:
+        return Connected(None, name, reason)
+    transport = None
+    way = name
+    local_reason = ""
+    try:
+        transport, way = _connect(name, bootstrap)
+    except NoTransportError as e:
+        local_reason = str(e)
+    reason = bootstrap.ranks.agree(local_reason)
     return Connected(None if reason else transport, way, reason)
 
 
 def _connect(name: str, bootstrap: Bootstrap) -> tuple[BufferTransport | None, str]:
-    candidate, ranks = CANDIDATES[name], bootstrap.ranks
+    candidate = CANDIDATES[name]
+    ranks = bootstrap.ranks
     keys = ranks.gather_texts(shared_memory_rendezvous.host_key()) if candidate.across_hosts else []
-    if two_level.saves(hosts := two_level.group(keys)):
+    hosts = two_level.group(keys)
+    if two_level.saves(hosts):
         transport, reason = two_level.connect(
             bootstrap.store().part("local"),
             hosts,

@@ -14,19 +14,9 @@ Value = TypeVar("Value")
 
 
 def fold(values: Sequence[Value], join: Callable[[Value, Value], Value]) -> Value:
-    """Returns the values joined in pairs of neighbors, then the results in pairs, until one is left.
-
-    Args:
-        values: At least one value, in the order of the replicas.
-        join: Joins two values.
-    """
+    """Returns the values joined in pairs of neighbors, then the results in pairs, until one is left. There is at least one value."""
     level = list(values)
     while len(level) > 1:
-        level = [join(*level[i : i + 2]) if i + 1 < len(level) else level[i] for i in range(0, len(level), 2)]
+        joined = [join(left, right) for left, right in zip(level[::2], level[1::2], strict=False)]
+        level = joined + level[2 * len(joined) :]
     return level[0]
-
-
-def is_exact(replicas: int, processes: int) -> bool:
-    """Returns whether sums over `replicas` have the same bits in `processes` processes as in one."""
-    local = replicas // processes
-    return processes == 1 or local & (local - 1) == 0

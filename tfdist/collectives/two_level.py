@@ -17,11 +17,7 @@ from tfdist.collectives.shared_memory import SharedMemoryTransport
 
 
 def group(keys: Sequence[str]) -> list[list[int]]:
-    """Returns the ranks of each host, `[hosts][ranks]`, in the order of the hosts' first ranks.
-
-    Args:
-        keys: A key of each rank's host, such as `shared_memory_rendezvous.host_key()`.
-    """
+    """Returns the ranks of each host, `[hosts][ranks]`, in the order of the hosts' first ranks, from a key of each rank's host."""
     hosts: dict[str, list[int]] = {}
     for rank, key in enumerate(keys):
         hosts.setdefault(key, []).append(rank)
@@ -46,14 +42,15 @@ def connect(
         store: The store of all ranks.
         hosts: The ranks of each host.
         timeout_seconds: Limit of each wait for another rank of the host, which may itself wait for other hosts; 0 means no limit.
-        agree: Returns the first non-empty text of all ranks, equal on all ranks.
-        connect_leaders: Connects the first ranks of all hosts, which it receives, and returns the transport. A collective of all ranks.
+        agree: `Ranks.agree`, a collective of all ranks.
+        connect_leaders: Connects the first ranks of all hosts, which it receives. A collective of all ranks.
 
     Raises:
         NoTransportError: The leaders cannot reach each other; the message says why. Other ranks need not raise it.
     """
     number = _host_of(store.rank, hosts)
-    local, reason = None, ""
+    local = None
+    reason = ""
     try:
         local = shared_memory.connect(store.part(str(number), hosts[number]), timeout_seconds)
     except NoTransportError as e:
@@ -84,11 +81,8 @@ class TwoLevelTransport(BufferTransport):
 
     After an error on a leader the other ranks of its host raise ConnectionError, as they do if it dies.
 
-    Args:
-        rank: This process's rank among all ranks.
-        hosts: The ranks of each host, the leader first. Hosts may have different numbers of ranks.
-        local: Connects the ranks of this host, in the order of `hosts`.
-        across: Connects the leaders, in the order of `hosts`. Other ranks have None, or a transport that must only be closed.
+    `hosts` are the ranks of each host, the leader first. `across` connects the leaders, in this order; other ranks have None, or a
+    transport that must only be closed.
     """
 
     def __init__(
@@ -98,8 +92,12 @@ class TwoLevelTransport(BufferTransport):
         local: SharedMemoryTransport,
         across: BufferTransport | None,
     ):
-        self.rank, self.size = rank, sum(map(len, hosts))
-        self._hosts, self._local, self._across = hosts, local, across
+        self.rank = rank
+        self.size = sum(map(len, hosts))
+        self._hosts = hosts
+        self._local = local
+        self._across = across
+        self.checks_calls = across.checks_calls if across else local.checks_calls
         self._most = max(map(len, hosts))
         self._host_of_rank = np.array([_host_of(r, hosts) for r in range(self.size)])
         self._local_rank_of_rank = np.array([hosts[self._host_of_rank[r]].index(r) for r in range(self.size)])
@@ -131,6 +129,20 @@ class TwoLevelTransport(BufferTransport):
         # All rows for this host's ranks, [from, to, ...]. All of them are broadcast, because memory is faster than the network.
         every = self._lead((self.size, self._most, *array.shape[1:]), array.dtype, exchange)
         return np.ascontiguousarray(every[:, self._local.rank])
+
+    def reduce_scatter(self, array: np.ndarray) -> np.ndarray:
+        check_rows(array, self.size)
+        total = self._local.all_reduce(array)
+
+        def scatter(across: BufferTransport) -> np.ndarray:
+            # Row h has the rows of the ranks of host h.
+            padded = np.zeros((len(self._hosts), self._most, *array.shape[1:]), array.dtype)
+            for number, ranks in enumerate(self._hosts):
+                padded[number, : len(ranks)] = total[ranks]
+            return across.reduce_scatter(padded)
+
+        host_rows = self._lead((self._most, *array.shape[1:]), array.dtype, scatter)
+        return np.array(host_rows[self._local.rank])
 
     def _lead(
         self, shape: tuple[int, ...], dtype: np.dtype, work: Callable[[BufferTransport], np.ndarray]

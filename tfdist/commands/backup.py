@@ -23,8 +23,10 @@ from absl import flags
 from tfdist.compat import keras_backend
 from tfdist.config import command_line, files
 from tfdist.errors import BackupError, ConfigError, describe_error, format_value, unknown_name_message
-from tfdist.runtime import process_end, storage, tensorflow_log
+from tfdist.runtime import tensorflow_log
+from tfdist.runtime.end import process_end
 from tfdist.runtime.files import WriteError
+from tfdist.runtime.folders import storage
 from tfdist.runtime.log import logger, print_always
 
 if TYPE_CHECKING:
@@ -90,15 +92,21 @@ def find_backups(path: str) -> tuple[str, str | None]:
         ConfigError: The folder does not exist, or its `config.json` cannot be read.
         StorageError: The storage of the URL cannot be read.
     """
-    if faults := list(storage.faults("DIR", path)):
+    faults = list(storage.faults("DIR", path))
+    if faults:
         raise ConfigError(faults)
     remote = storage.is_url(path)
-    folder = path.rstrip("/") if remote else str(pathlib.Path(path))
-    if not remote and not (path and os.path.isdir(path)):
+    if remote:
+        folder = path.rstrip("/")
+        parent = os.path.dirname(folder)
+    elif path and os.path.isdir(path):
+        folder = str(pathlib.Path(path))
+        parent = os.path.dirname(os.path.abspath(folder))
+    else:
         raise ConfigError(
             f"{format_value(path)} is not a folder; give a run's work directory, or the folder of its backups."
         )
-    for workdir in (folder, os.path.dirname(folder if remote else os.path.abspath(folder))):
+    for workdir in (folder, parent):
         config = os.path.join(workdir, "config.json")
         if storage.is_url(workdir) != remote or not storage.is_file(config):  # a bucket has no parent
             continue
@@ -106,11 +114,15 @@ def find_backups(path: str) -> tuple[str, str | None]:
         if workdir == folder or _real(backups) == _real(folder):
             return backups, config
     inside = os.path.join(folder, "backup")  # the folder of a script's Trainer
-    return inside if storage.is_folder(inside) and not _has_backups(folder) else folder, None
+    if storage.is_folder(inside) and not _has_backups(folder):
+        return inside, None
+    return folder, None
 
 
 def _real(folder: str) -> str:
-    return folder.rstrip("/") if storage.is_url(folder) else os.path.realpath(folder)
+    if storage.is_url(folder):
+        return folder.rstrip("/")
+    return os.path.realpath(folder)
 
 
 def _has_backups(folder: str) -> bool:

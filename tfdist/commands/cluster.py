@@ -2,7 +2,7 @@
 
     tfdist cluster show [--format=table|json|env|shell]
     tfdist cluster check [--connect] [--strategy=parameter_server]   # exit code 2 if the cluster is invalid
-    tfdist cluster emit --target=slurm|kubernetes --config=FILE --workdir=DIR [flags of tfdist train]
+    tfdist cluster emit --target=slurm|kubernetes|trainjob --config=FILE --workdir=DIR [flags of tfdist train]
 
 `python -m tfdist.cluster` is the same command.
 `tfdist/cluster/resolvers/discovery.py` lists the sources of a cluster, in the order of lookup.
@@ -32,12 +32,14 @@ from tfdist.config import STRATEGIES, command_line, field_help
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import flags as flags_lib
 from tfdist.errors import ClusterError, ConfigError, printable_lines, truncate, unknown_name_message
-from tfdist.runtime import process_end
+from tfdist.runtime.end import process_end
 from tfdist.runtime.log import TO_STDERR, logger, print_always
 
 COMMANDS = ("show", "check", "emit")
 FORMATS = ("table", "json", "env", "shell")
-TARGETS = {"slurm": slurm.script, "kubernetes": kubernetes.manifests}
+TARGETS = {"slurm": slurm.script, "kubernetes": kubernetes.manifests, "trainjob": kubernetes.train_job}
+# Flags of jobs that a target does not read.
+_NOT_OF = {"slurm": ("image", "claim"), "kubernetes": ("time", "notice"), "trainjob": ("time", "notice")}
 _LINGER = 5.0  # seconds
 _PROXIES = ("grpc_proxy", "http_proxy", "https_proxy")
 
@@ -50,7 +52,8 @@ def main(argv: Sequence[str]) -> int:
         words = command_line.read_flags(values, argv, known_only=True)[1:]
         if not 0 <= values.timeout < float("inf"):
             raise ConfigError(f"--timeout must be 0 or more seconds, and finite. Received: {values.timeout}.")
-        command, arguments = words[0] if words else "", words[1:]
+        command = next(iter(words), "")
+        arguments = words[1:]
         if values.help:
             print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
@@ -72,23 +75,29 @@ def main(argv: Sequence[str]) -> int:
             timeout=values.timeout,
             **{name: values[name].value for name in cluster_lib.FLAGS},
         )
-        if values.strategy and (faults := list(parameter_server_faults(resolved.cluster.jobs if resolved else {}))):
-            raise ConfigError(faults)
+        if values.strategy:
+            jobs = resolved.cluster.jobs if resolved else {}
+            faults = list(parameter_server_faults(jobs))
+            if faults:
+                raise ConfigError(faults)
     except (ConfigError, flags.Error) as e:
         print(printable_lines(e), file=sys.stderr)
         return 2
     except ClusterError as e:
         print(printable_lines(e), file=sys.stderr)
         return 1
-    if resolved is None and (hint := discovery.misconfiguration_hint()):
-        logger.warning(hint, extra=TO_STDERR)
+    if resolved is None:
+        hint = discovery.misconfiguration_hint()
+        if hint:
+            logger.warning(hint, extra=TO_STDERR)
     if command == "show":
         print(show(resolved, values.format))
         return 0
-    described = (
-        f"{resolved.task} of {len(resolved.cluster.tasks())} tasks" if resolved else "no cluster in the environment"
-    )
-    if resolved and values.connect:
+    if resolved is None:
+        print("OK: no cluster in the environment")
+        return 0
+    described = f"{resolved.task} of {len(resolved.cluster.tasks())} tasks"
+    if values.connect:
         print(described, flush=True)
         return _connect(resolved.cluster, resolved.task, values.timeout)
     print(f"OK: {described}")
@@ -133,11 +142,14 @@ def show(resolved: ResolvedCluster | None, style: str) -> str:
             "table": "No cluster in the environment: one process on this machine. "
             f"(Not set: {', '.join(discovery.signals())}.)",
         }.get(style, "")
-    cluster, task = resolved.cluster, resolved.task
+    cluster = resolved.cluster
+    task = resolved.task
     environ = {"TF_CONFIG": cluster.to_tf_config(task), **resolved.environ}
-    if style in ("env", "shell"):
-        export = "export " if style == "shell" else ""
-        return "\n".join(f"{export}{name}={shlex.quote(value)}" for name, value in environ.items())
+    assignments = [f"{name}={shlex.quote(value)}" for name, value in environ.items()]
+    if style == "env":
+        return "\n".join(assignments)
+    if style == "shell":
+        return "\n".join(f"export {assignment}" for assignment in assignments)
     if style == "json":
         described = {
             "source": resolved.source,
@@ -149,9 +161,13 @@ def show(resolved: ResolvedCluster | None, style: str) -> str:
         }
         return json.dumps(described)
     rows = [("task", "address", "")]
-    for t in cluster.tasks():
-        roles = ["chief"] * (t == cluster.chief) + ["this process"] * (t == task)
-        rows.append((str(t), truncate(cluster.address(t)), ", ".join(roles)))
+    for member in cluster.tasks():
+        roles = []
+        if member == cluster.chief:
+            roles.append("chief")
+        if member == task:
+            roles.append("this process")
+        rows.append((str(member), truncate(cluster.address(member)), ", ".join(roles)))
     if task.type == "evaluator":
         rows.append((str(task), "outside of the cluster", "this process"))
     widths = [max(len(row[i]) for row in rows) for i in range(3)]
@@ -168,7 +184,10 @@ def _connect(cluster: ClusterSpec, task: TaskSpec, timeout: float) -> int:
     named = ", ".join(f"{name}={value.rpartition('@')[2]}" for name, value in proxies.items())
     print(f"proxies: {named or 'none'}; the cluster bypasses them")
     try:
-        with greeting.listening_for_peers(cluster, task) if task in cluster.tasks() else contextlib.nullcontext():
+        listening: contextlib.AbstractContextManager[None] = contextlib.nullcontext()
+        if task in cluster.tasks():  # an evaluator has no port there
+            listening = greeting.listening_for_peers(cluster, task)
+        with listening:
             began = time.monotonic()
             preflight.wait_until_reachable(cluster, [other for other in cluster.tasks() if other != task], timeout)
             # Others may still try to reach this task.
@@ -188,6 +207,9 @@ def _emit(values: flags.FlagValues, arguments: list[str]) -> int:
             f"{', '.join(f'--{name}' for name in unsuited)}: not for emit, which reads the number of tasks from the configuration: "
             "--config.cluster.workers=4, --config.cluster.ps=1."
         )
+    for name in _NOT_OF.get(values.target, ()):
+        if values[name].present:
+            raise ConfigError(f"--{name} has no meaning for --target={values.target}; leave it out.")
     of_job = [field.name for field in dataclasses.fields(job_lib.Job)]
     parsed = flags_lib.parse(["tfdist train", *arguments], __doc__, ["target", *of_job])
     if parsed is None:

@@ -21,7 +21,7 @@ from absl import flags
 from tfdist.config import command_line
 from tfdist.doctor import cluster, devices, machine, software
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable
-from tfdist.errors import ConfigError, describe_error, printable_lines
+from tfdist.errors import ConfigError, describe_error, encodable, printable_lines
 from tfdist.runtime.log import print_always
 
 Check = Callable[[Mapping[str, str]], Iterable[Finding]]
@@ -62,14 +62,15 @@ def main(argv: Sequence[str]) -> int:
         findings = examine(checks, dict(os.environ))
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
-    if values.json:
-        print(as_json(findings))
-        return 0 if is_ok(findings) else 1
     # mpirun gives its tasks a pseudo-terminal.
     in_terminal = bool(sys.stdout and sys.stdout.isatty()) and "OMPI_COMM_WORLD_SIZE" not in os.environ
-    text = as_table(findings) if in_terminal else as_lines(findings)
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"
-    print(text.encode(encoding, "backslashreplace").decode(encoding), flush=True)
+    if values.json:
+        text = as_json(findings)
+    elif in_terminal:
+        text = as_table(findings)
+    else:
+        text = as_lines(findings)
+    print(encodable(text), flush=True)
     return 0 if is_ok(findings) else 1
 
 
@@ -125,7 +126,12 @@ def as_table(findings: Sequence[Finding]) -> str:
 def as_lines(findings: Sequence[Finding]) -> str:
     """Returns one line per finding: `level  subject: value -> remedy`."""
     width = max(map(len, _STYLES))
-    lines = [f"{level:{width}}  {what}: {value}" + f" -> {do}" * bool(do) for level, what, value, do in findings]
+    lines = []
+    for level, what, value, do in findings:
+        line = f"{level:{width}}  {what}: {value}"
+        if do:
+            line += f" -> {do}"
+        lines.append(line)
     return "\n".join([*lines, _verdict(findings)])
 
 
@@ -135,9 +141,13 @@ def as_json(findings: Sequence[Finding]) -> str:
 
 
 def _verdict(findings: Sequence[Finding]) -> str:
-    counts = {level: sum(finding.level == level for finding in findings) for level in (ERROR, WARNING, NOTE)}
-    counted = ", ".join(f"{count} {level}{'s' * (count != 1)}" for level, count in counts.items())
-    return f"{'OK' if is_ok(findings) else 'NOT OK'}: {counted}"
+    counts = []
+    for level in (ERROR, WARNING, NOTE):
+        count = sum(finding.level == level for finding in findings)
+        plural = "" if count == 1 else "s"
+        counts.append(f"{count} {level}{plural}")
+    verdict = "OK" if is_ok(findings) else "NOT OK"
+    return f"{verdict}: {', '.join(counts)}"
 
 
 def is_ok(findings: Sequence[Finding]) -> bool:

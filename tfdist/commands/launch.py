@@ -3,6 +3,7 @@
     tfdist launch --workers=2 --max-restarts=3 python script.py --its --flags   # or: python -m tfdist.launch
     tfdist launch --workers=1:4 -- python script.py                             # continues with fewer workers after a loss
     tfdist launch --hosts=a,b -- python script.py                               # the same on a and on b
+    tfdist launch --ray --workers=2:8 -- python script.py                       # on the nodes of a Ray cluster
 
 Flags of tfdist launch come before the command; the -- between them is optional. Every task gets its own TF_CONFIG. The launcher
 prints each task's output after the task's name, and writes it to `LOG_DIR/<task>.log`. It reports the first task that fails with
@@ -11,6 +12,8 @@ a guardian process kills the groups when the launcher ends.
 
 With --hosts or --hostfile the launcher starts the tasks of its host, which it recognizes by the host's addresses. The hosts share
 only the network. Each launcher restarts its own tasks, so give the same --max_restarts to all of them.
+
+With --ray each worker has a place on a Ray cluster, and only this launcher runs here (docs/ray.md).
 """
 
 from __future__ import annotations
@@ -24,20 +27,21 @@ from typing import Any
 
 from absl import flags
 
-from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
+from tfdist.cluster import local_cluster
 from tfdist.cluster.resolvers import hosts
-from tfdist.cluster.spec import split_address
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
+from tfdist.config.constraints import MOST_SECONDS, MOST_TASKS
 from tfdist.errors import ClusterError, ConfigError, collect_errors, format_value, printable_lines
 from tfdist.launch.launcher import Launcher
-from tfdist.launch.rounds import Rounds
+from tfdist.launch.options import Options
 from tfdist.launch.sizes import JOIN_SECONDS, Sizes
-from tfdist.runtime import process_end
+from tfdist.ray.connection import ray_host
+from tfdist.runtime.end import process_end
 from tfdist.runtime.log import logger, print_always
 
-_MOST = 10_000  # tasks; more are a mistake
-_OF_HOSTS = (*cluster_lib.FLAGS, "workers_per_host", "nnodes")
+_OF_RAY = ("cpus_per_worker", "gpus_per_worker")
+_OF_HOSTS = (*cluster_lib.FLAGS, "workers_per_host")
 # Flags of a cluster on this machine, with the remedy for a cluster of hosts.
 _OF_THIS_MACHINE = {
     "workers": "each host gets --workers_per_host=N tasks, 1 by default",
@@ -81,7 +85,7 @@ def _flags() -> flags.FlagValues:
         flag_values=values,
     )
     flags.DEFINE_integer(
-        "ps", 0, "Number of parameter servers on this machine; a chief is added.", 0, _MOST, flag_values=values
+        "ps", 0, "Number of parameter servers on this machine; a chief is added.", 0, MOST_TASKS, flag_values=values
     )
     texts = {
         **cluster_lib.FLAGS,
@@ -95,15 +99,10 @@ def _flags() -> flags.FlagValues:
         None,
         "Number of training tasks of each host of --hosts, at consecutive ports. Default: 1, or the slots of --hostfile.",
         lower_bound=1,
-        upper_bound=_MOST,
+        upper_bound=MOST_TASKS,
         flag_values=values,
     )
-    flags.DEFINE_string(
-        "nnodes",
-        "",
-        "MIN:MAX, as 1:3: the number of hosts that train. If a host is lost, the job continues on the others. Default: all hosts.",
-        flag_values=values,
-    )
+    flags.DEFINE_string("nnodes", None, "Removed: an elastic job on several hosts runs on Ray.", flag_values=values)
     flags.DEFINE_string("log_dir", "logs", "Folder for each task's full output.", flag_values=values)
     flags.DEFINE_float("grace_seconds", 25.0, "Seconds from a signal to SIGKILL.", **at_least)
     flags.DEFINE_integer("max_restarts", 0, "Number of restarts after failures.", **at_least)
@@ -118,9 +117,10 @@ def _flags() -> flags.FlagValues:
     flags.DEFINE_integer(
         "replicas", 0, "Number of replicas of all workers of an elastic job. Default: MAX.", **at_least
     )
+    _define_ray(values)
     join = (
-        "Seconds after a loss in which an elastic job starts again with as many workers, while restarts are left; "
-        "with --nnodes, seconds for which a start waits for further hosts."
+        "Seconds after a loss in which an elastic job starts again with as many workers, while restarts are left; with --ray, "
+        "seconds for which a start waits for nodes."
     )
     flags.DEFINE_float("join_seconds", JOIN_SECONDS, join, **at_least)
     flags.DEFINE_string(
@@ -133,12 +133,37 @@ def _flags() -> flags.FlagValues:
     return values
 
 
+class _AddressParser(flags.ArgumentParser):
+    def parse(self, argument: str) -> str:
+        """Returns the address; a flag without a value has `true`."""
+        return {"true": "auto", "false": ""}.get(argument, argument)
+
+
+def _define_ray(values: flags.FlagValues) -> None:
+    text = "Start the workers on the Ray cluster of the environment, or, as --ray=HOST:6379, of an address."
+    # For a boolean flag absl reads no value from the next word.
+    flags.DEFINE_flag(flags.Flag(_AddressParser(), None, "ray", "", text, boolean=True), flag_values=values)
+    for name in ("CPU", "GPU"):
+        flags.DEFINE_float(
+            f"{name.lower()}s_per_worker",
+            float(name == "CPU"),
+            f"{name}s that each worker takes from the Ray cluster.",
+            lower_bound=0,
+            flag_values=values,
+        )
+
+
 def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
     """Returns the launcher of a command line.
 
     Raises:
         ConfigError: The command line is invalid; the error lists every problem.
     """
+    if values["nnodes"].present:
+        raise ConfigError(
+            "--nnodes is removed: for an elastic job on several hosts, start a Ray cluster and give --ray, as in "
+            "tfdist launch --ray=ADDRESS --workers=2:8 -- python script.py."
+        )
     faults = list(_faults(values, command))
     limits: dict[str, Any] = {"grace_seconds": values.grace_seconds, "max_restarts": values.max_restarts}
     has_hosts = values["hosts"].present or values["hostfile"].present
@@ -146,53 +171,23 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
         raise ConfigError(faults)
     with collect_errors(faults):
         if has_hosts:
-            cluster, here = hosts.local_tasks(**{name: values[name].value for name in _OF_HOSTS[:-1]})
-            if values.nnodes:
-                limits["rounds"] = _rounds(values, cluster, here)
+            cluster, here = hosts.local_tasks(**{name: values[name].value for name in _OF_HOSTS})
         else:
             workers = cluster_lib.worker_range(values.workers, "--workers")
             cluster, here = local_cluster(workers.most, values.ps), None
-            limits["warm"] = values.warm > 0
+            limits["warm"] = values.warm > 0 and not values.ray
             if workers.is_elastic:
                 limits["sizes"] = Sizes(*workers, values.replicas, values.join_seconds)
         if values.stdin:
             limits["stdin"] = hosts.parse_task(cluster, values.stdin, "--stdin")
         if not faults:
             _make_log_dir(values.log_dir)
-            return Launcher(command, cluster, values.log_dir, fresh_ports=not has_hosts, here=here, **limits)
+            options = Options(command, cluster, values.log_dir, fresh_ports=not has_hosts, here=here, **limits)
+            if values.ray:
+                resources = {"CPU": values.cpus_per_worker, "GPU": values.gpus_per_worker}
+                return Launcher(options, host=ray_host(values.ray, resources, values.join_seconds, values.warm > 0))
+            return Launcher(options)
     raise ConfigError(faults)
-
-
-def _rounds(values: flags.FlagValues, cluster: ClusterSpec, here: Sequence[TaskSpec]) -> Rounds:
-    """Returns the starts of an elastic job on several hosts.
-
-    Raises:
-        ConfigError: The hosts, or their numbers of tasks, do not suit; the error lists every problem.
-    """
-    by_host: dict[str, list[str]] = {}
-    for address in cluster.jobs.get("worker", ()):
-        by_host.setdefault(split_address(address)[0].lower(), []).append(address)
-    nodes = cluster_lib.worker_range(values.nnodes, "--nnodes")
-    faults = []
-    if cluster.jobs.get("ps"):
-        faults.append("--nnodes is for synchronous workers: leave it out, or leave out --ps_hosts.")
-    if nodes.most > len(by_host):
-        faults.append(f"--nnodes must be at most the number of hosts, {len(by_host)}. Received: {values.nnodes}.")
-    if len({len(addresses) for addresses in by_host.values()}) > 1:
-        faults.append(
-            "--nnodes needs as many tasks on each host: give all hosts the same slots, or use --workers_per_host."
-        )
-    if faults:
-        raise ConfigError(faults)
-    groups = list(by_host.values())
-    workers = nodes.most * len(groups[0])
-    if values.replicas % workers:
-        raise ConfigError(
-            f"--replicas must be a multiple of the largest number of workers, {workers}. Received: {values.replicas}."
-        )
-    own = {cluster.address(task) for task in here}
-    me = next(index for index, group in enumerate(groups) if own & set(group))
-    return Rounds(groups, me, *nodes, values.replicas or workers, values.join_seconds)
 
 
 def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
@@ -200,34 +195,45 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     if not command:
         yield (
             "Usage: tfdist launch [--workers=N or MIN:MAX] [--ps=N] [--log_dir=DIR] [--grace_seconds=S] [--max_restarts=N] [--warm=0] "
-            "[--stdin=TASK] [--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--nnodes=MIN:MAX] [--] COMMAND. "
+            "[--stdin=TASK] [--] COMMAND, or tfdist launch --hosts=A,B [--ps_hosts=C] [--workers_per_host=N] [--] COMMAND. "
             "The command is missing."
         )
     elif not shutil.which(command[0]):
         yield f"the command {format_value(command[0])} cannot be run; {_why_not_run(command[0])}"
-    if not values.grace_seconds < float("inf"):
-        yield f"--grace_seconds must be 0 or more, and finite. Received: {values.grace_seconds}."
-    if not values.join_seconds < float("inf"):
-        yield f"--join_seconds must be 0 or more, and finite. Received: {values.join_seconds}."
+    for name in ("grace_seconds", "join_seconds"):
+        if not values[name].value <= MOST_SECONDS:
+            yield f"--{name} must be 0 to {MOST_SECONDS}. Received: {values[name].value}."
     try:
         workers = cluster_lib.worker_range(values.workers, "--workers")
     except ConfigError as e:
         yield from e.faults
     else:
         yield from _elastic_faults(values, workers)
+    yield from _ray_faults(values)
     several = [name for name in ("hosts", "hostfile") if values[name].present]
     for name, remedy in _OF_THIS_MACHINE.items():
         if several and values[name].present:
             yield f"--{several[0]} and --{name} exclude each other: leave out --{name}; {remedy}."
-    if unsuited := [f"--{name}" for name in _OF_HOSTS if values[name].present and not several]:
+    unsuited = [f"--{name}" for name in _OF_HOSTS if values[name].present]
+    if unsuited and not several:
         yield f"{', '.join(unsuited)}: only with --hosts=A,B or --hostfile=FILE, which name all hosts of the training."
+
+
+def _ray_faults(values: flags.FlagValues) -> Iterator[str]:
+    if not values.ray:
+        unsuited = [f"--{name}" for name in _OF_RAY if values[name].present]
+        if unsuited:
+            yield f"{', '.join(unsuited)}: only for a Ray cluster; add --ray, or leave it out."
+        return
+    for name in ("ps", "hosts", "hostfile", "stdin"):
+        if values[name].present:
+            yield f"--ray and --{name} exclude each other: leave one of them out."
 
 
 def _elastic_faults(values: flags.FlagValues, workers: cluster_lib.WorkerRange) -> Iterator[str]:
     if not workers.is_elastic:
-        if not values.nnodes and (
-            unsuited := [f"--{name}" for name in ("replicas", "join_seconds") if values[name].present]
-        ):
+        unsuited = [f"--{name}" for name in ("replicas", "join_seconds") if values[name].present]
+        if unsuited and not (values.ray and not values.replicas):
             yield f"{', '.join(unsuited)}: only for an elastic job; leave it out, or give a range, such as --workers=1:4."
     elif values.ps:
         yield (

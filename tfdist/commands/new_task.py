@@ -19,7 +19,7 @@ from absl import flags
 
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, format_value, printable, printable_lines
-from tfdist.runtime import process_end
+from tfdist.runtime.end import process_end
 
 
 def main(argv: Sequence[str]) -> int:

@@ -15,7 +15,7 @@ from absl import flags
 from tfdist.config import command_line
 from tfdist.config.presets import PRESETS
 from tfdist.errors import ConfigError
-from tfdist.runtime import process_end
+from tfdist.runtime.end import process_end
 
 
 def main(argv: Sequence[str]) -> int:
@@ -23,14 +23,18 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     try:
-        if words := command_line.read_flags(values, argv)[1:]:
+        words = command_line.read_flags(values, argv)[1:]
+        if words:
             raise ConfigError(f"Usage: tfdist presets, without further words. Received: {' '.join(words)}")
     except (ConfigError, flags.Error) as e:
         print(e, file=sys.stderr)
         return 2
+    if values.help:
+        print(f"{__doc__}\n{command_line.help_text(values)}")
+        return 0
     width = max(map(len, PRESETS))
-    lines = [f"{name:<{width}}  {preset.about}" for name, preset in PRESETS.items()]
-    print(f"{__doc__}\n{command_line.help_text(values)}" if values.help else "\n".join(lines))
+    for name, preset in PRESETS.items():
+        print(f"{name:<{width}}  {preset.about}")
     return 0
 
 

@@ -1,6 +1,7 @@
 """Shows where the tasks of a running job are, which of them the others wait for, and the stacks of their threads.
 
     tfdist stacks WORKDIR [--brief]   # exit code 1 if no task runs
+    tfdist stacks WORKDIR --serve[=PORT]   # a page that shows the same, refreshed each 5 s, until Ctrl-C
 
 WORKDIR is the work directory of `tfdist train`, or the folder of the logs of `tfdist launch`. The tasks of this host get a signal (SIGUSR2),
 and those of other hosts find a request in the folder, if they share it. The tasks continue. Run it as the user who runs the job.
@@ -16,13 +17,17 @@ import pathlib
 import sys
 import time
 from collections.abc import Sequence
+from typing import BinaryIO
 
 from absl import flags
 
+from tfdist.commands import stacks_page
 from tfdist.config import command_line
 from tfdist.errors import ConfigError, format_value, printable_lines
-from tfdist.runtime import files, process_end, stacks
+from tfdist.runtime import files
+from tfdist.runtime.end import process_end
 from tfdist.runtime.log import logger, print_always
+from tfdist.runtime.report import stacks
 
 _ANSWER_WITHIN = 3.0  # seconds; tasks of other hosts look each second
 _SETTLED = 0.2  # seconds without a new line after which an answer is complete
@@ -34,14 +39,14 @@ class Task:
 
     Attributes:
         header: The process.
-        path: The file.
+        file: The file.
         size: The size of the file before the request.
         state: `"stopped"`, `"ended"`, `"no answer"`, or an empty text for a task that answers.
         text: The stacks that it has written.
     """
 
     header: stacks.Header
-    path: pathlib.Path
+    file: BinaryIO
     size: int
     state: str = ""
     text: str = ""
@@ -49,20 +54,27 @@ class Task:
     @property
     def waits(self) -> bool:
         """Whether its main thread is in tfdist's code: in a step or an exchange, where it waits for the other tasks."""
-        *_, main = [*stacks.parse(self.text)] or [[]]
+        main = self._stacks[-1]
         return stacks.is_in_package(main) and self.header.activity not in ("saving", "building", "compiling")
 
     @property
     def place(self) -> str:
         """The line where it is, or an empty text."""
-        *others, main = [*stacks.parse(self.text)] or [[]]
+        *others, main = self._stacks
         return stacks.place(main, others)
+
+    @property
+    def _stacks(self) -> list[stacks.Stack]:
+        """The stacks of its threads, that of the main thread last; an empty one if it has written none."""
+        return list(stacks.parse(self.text)) or [[]]
 
     def describe(self) -> str:
         """Returns its state in words."""
         if self.state:
             return self.state
-        return "waits for others" if self.waits else self.header.activity or "runs"
+        if self.waits:
+            return "waits for others"
+        return self.header.activity or "runs"
 
 
 def main(argv: Sequence[str]) -> int:
@@ -71,19 +83,28 @@ def main(argv: Sequence[str]) -> int:
     values = flags.FlagValues()
     flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     flags.DEFINE_bool("brief", False, "Show no stacks.", flag_values=values)
+    flags.DEFINE_integer(
+        "serve",
+        None,
+        "Serve a page at this port of 127.0.0.1; without a number at a free port.",
+        lower_bound=0,
+        upper_bound=65535,
+        flag_values=values,
+    )
+    argv = ["--serve=0" if each == "--serve" else each for each in argv]
     try:
         words = command_line.read_flags(values, argv)[1:]
         if values.help:
             print(f"{__doc__}\n{command_line.help_text(values)}")
             return 0
         if len(words) != 1:
-            raise ConfigError(f"Usage: tfdist stacks WORKDIR [--brief]. Received: {' '.join(argv[1:]) or 'nothing'}")
-        tasks = find(words[0])
-        if not tasks:
             raise ConfigError(
-                f"{format_value(words[0])} holds no task's file of stacks: give the work directory of a run of tfdist train, or the folder of "
-                "the logs of tfdist launch (--log_dir)."
+                f"Usage: tfdist stacks WORKDIR [--brief] [--serve=PORT]. Received: {' '.join(argv[1:]) or 'nothing'}"
             )
+        tasks = find(words[0])
+        if values.serve is not None:
+            stacks_page.serve(values.serve, lambda: _page_text(words[0], values.brief))
+            return 0
         ask(tasks)
     except (ConfigError, flags.Error) as e:
         logger.error(e)
@@ -102,7 +123,7 @@ def find(folder: str) -> list[Task]:
     """Returns the tasks whose files are in a folder, or in its subfolder `logs`.
 
     Raises:
-        ConfigError: There is no such folder.
+        ConfigError: There is no such folder, or it has no such file.
         PermissionError: The folder belongs to another user, who may not be signalled.
     """
     if not os.path.isdir(folder):
@@ -110,14 +131,27 @@ def find(folder: str) -> list[Task]:
             f"{format_value(folder)} is not a folder; give the work directory of a run, or the folder of its logs."
         )
     tasks = []
-    for path in sorted(
-        [*pathlib.Path(folder).glob(f"*{stacks.SUFFIX}"), *pathlib.Path(folder, "logs").glob(f"*{stacks.SUFFIX}")]
-    ):
-        if (header := stacks.Header.read(path)) is None:
+    folders = (pathlib.Path(folder), pathlib.Path(folder, "logs"))
+    for path in sorted(path for each in folders for path in each.glob(f"*{stacks.SUFFIX}")):
+        try:
+            file = files.open_regular(path)
+        except PermissionError:
+            raise
+        except OSError as e:
+            logger.warning(f"{path} is skipped: {e.strerror}; remove it")
             continue
-        if header.is_running() and not header.is_ours(path):
+        header = stacks.Header.read(file)
+        if header is None:
+            file.close()
+            continue
+        if header.is_running() and not header.is_ours(file):
             raise PermissionError(1, f"{header.task} belongs to another user than this file", str(path))
-        tasks.append(Task(header, path, path.stat().st_size))
+        tasks.append(Task(header, file, _size(file)))
+    if not tasks:
+        raise ConfigError(
+            f"{format_value(folder)} holds no task's file of stacks: give the work directory of a run of tfdist train, or the folder of "
+            "the logs of tfdist launch (--log_dir)."
+        )
     return tasks
 
 
@@ -131,33 +165,34 @@ def ask(tasks: Sequence[Task]) -> None:
             task.state = "stopped"
         elif task.header.is_here and not task.header.ask():
             away.append(task)
-    for folder in {task.path.parent for task in away if task.state != "ended"}:
-        files.write_file(folder / stacks.REQUEST, f"{os.getpid()} {time.time()}\n".encode())
-    ends, asked = time.monotonic() + _ANSWER_WITHIN, [task for task in tasks if not task.state]
+    for folder in {os.path.dirname(task.file.name) for task in away if task.state != "ended"}:
+        files.write_file(os.path.join(folder, stacks.REQUEST), f"{os.getpid()} {time.time()}\n".encode())
+    ends = time.monotonic() + _ANSWER_WITHIN
+    asked = [task for task in tasks if not task.state]
+    # For each task, the last size of its file, and since when. An answer has no mark at its end.
     grown: dict[int, tuple[int, float]] = {}
     while time.monotonic() < ends and asked:
         time.sleep(0.05)
         for task in [*asked]:
-            size, since = task.path.stat().st_size, time.monotonic()
-            if grown.get(id(task), (task.size, 0))[0] != size:
-                grown[id(task)] = size, since
-            elif size > task.size and since - grown[id(task)][1] > _SETTLED:
+            size = _size(task.file)
+            now = time.monotonic()
+            last_size, since = grown.get(id(task), (task.size, now))
+            if size != last_size:
+                grown[id(task)] = size, now
+            elif size > task.size and now - since > _SETTLED:
                 asked.remove(task)
     for task in tasks:
-        with open(task.path, "rb") as file:
-            file.seek(task.size)
-            task.text = file.read().decode(errors="replace")
+        with task.file:
+            task.file.seek(task.size)
+            task.text = task.file.read(files.LARGEST).decode(errors="replace")
         if not task.state and not task.text:
-            task.state = "no answer" + ("" if task.header.is_here else f" from host {task.header.host}")
+            task.state = "no answer"
+            if not task.header.is_here:
+                task.state += f" from host {task.header.host}"
 
 
 def report(tasks: Sequence[Task], brief: bool) -> str:
-    """Returns the text that the command prints.
-
-    Args:
-        tasks: The tasks, after `ask`.
-        brief: Whether to leave out the stacks.
-    """
+    """Returns the text that the command prints about tasks that `ask` has asked; without the stacks if `brief`."""
     width = max(len(task.header.task) for task in tasks)
     lines = [f"{task.header.task:<{width}}  {task.describe()}{_at(task)}" for task in tasks]
     behind = [task for task in tasks if not task.waits and task.state != "ended"]
@@ -169,8 +204,25 @@ def report(tasks: Sequence[Task], brief: bool) -> str:
     return "\n".join(lines)
 
 
+def _page_text(folder: str, brief: bool) -> str:
+    """Returns the text of the page: the report, or why there is none, as when the tasks have ended."""
+    try:
+        tasks = find(folder)
+        ask(tasks)
+    except (ConfigError, PermissionError) as e:
+        return str(e)
+    return report(tasks, brief)
+
+
+def _size(file: BinaryIO) -> int:
+    return os.fstat(file.fileno()).st_size
+
+
 def _at(task: Task) -> str:
-    return f" at {task.place}" if task.place else ""
+    place = task.place
+    if not place:
+        return ""
+    return f" at {place}"
 
 
 if __name__ == "__main__":

@@ -6,16 +6,16 @@ import os
 import pathlib
 import re
 import shlex
-import sys
 from collections.abc import Mapping, Sequence
 from typing import Any
 
 from rich import console, table
 
-from tfdist.errors import printable
-from tfdist.runtime import storage
+from tfdist.errors import encodable, printable
+from tfdist.runtime.folders import storage
 from tfdist.runtime.log import is_terminal
 
+_CHARTS = "http://localhost:6006/#custom_scalars"  # by TensorBoard's own port
 _CONTROL = re.compile(r"[\x00-\x1f\x7f-\x9f]")
 
 
@@ -23,30 +23,37 @@ def rows(summary: Mapping[str, Any], workdir: pathlib.Path | str) -> list[tuple[
     """Returns the names and values of the table, without values that were not measured.
 
     Args:
-        summary: The summary, from `summary.summarize`, or as read from `summary.json`.
+        summary: The summary, from `RunSummary.to_dict`, or as read from `summary.json`.
         workdir: The folder of the run's files, or its URL.
 
     Examples:
         >>> for name, value in rows(json.loads((workdir / "summary.json").read_text()), workdir):
         ...     print(f"{name}: {value}")
     """
-    asynchronous = "retried_steps" in summary  # with parameter servers: each step runs on one worker
-    compression, sent = summary["compression"]["name"], summary["wire_bytes_per_step"]
+    replicas = "replicas"
+    batch = "global batch"
+    if "retried_steps" in summary:  # with parameter servers: each step runs on one worker
+        replicas = "workers"
+        batch = "batch per worker"
+    compression = summary["compression"]["name"]
+    if compression == "none":
+        compression = None
+    sent = summary["wire_bytes_per_step"]
+    transport = summary.get("transport")
     values = [
         ("task", summary["task"]),
         ("strategy", summary["strategy"]),
-        ("workers" if asynchronous else "replicas", summary["num_replicas"]),
+        (replicas, summary["num_replicas"]),
         ("workers over time", _sizes(summary.get("sizes", []))),
-        ("batch per worker" if asynchronous else "global batch", summary["batch_size"]),
+        (batch, summary["batch_size"]),
+        ("ended early", summary.get("ended_early")),
         *((name, _metric(value)) for name, value in summary["metrics"].items()),
         ("speed", _speed(summary)),
-        ("compression", None if compression == "none" else compression),
-        ("network bytes per step", _network(sent, summary.get("transport"))),
-        (
-            "network bytes per step before compression",
-            _network(sent.get("before_compression", {}), summary.get("transport")),
-        ),
+        ("compression", compression),
+        ("network bytes per step", _network(sent, transport)),
+        ("network bytes per step before compression", _network(sent.get("before_compression", {}), transport)),
         ("retried steps", summary.get("retried_steps")),
+        ("staleness", _staleness(summary.get("staleness"))),
         ("skipped updates", summary.get("skipped_updates")),
         ("restarts", summary["restarts"]),
         ("wall time", _wall_time(summary["goodput"])),
@@ -62,7 +69,8 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path | str) -> No
         summary: As for `rows`.
         workdir: As for `rows`.
     """
-    text = [[_encodable(printable(cell)) for cell in row] for row in rows(summary, workdir)]
+    # A path or a metric's name that standard output cannot encode must not fail a finished run.
+    text = [[encodable(printable(cell)) for cell in row] for row in rows(summary, workdir)]
     if is_terminal():
         shown = table.Table(table.Column(style="bold"), table.Column(overflow="fold"), show_header=False)
         for row in text:
@@ -72,21 +80,20 @@ def print_summary(summary: Mapping[str, Any], workdir: pathlib.Path | str) -> No
         print(*map(": ".join, text), sep="\n")
     # Outside of the table, which would fold a long path, so that the line can be copied.
     folder = os.path.join(workdir, "tensorboard")
-    note = "  # in an environment without TensorFlow" if storage.is_url(folder) else ""
-    print(_encodable(f"tensorboard --logdir {_shell_word(folder)}{note}"), flush=True)
-
-
-def _encodable(text: str) -> str:
-    """Replaces characters that standard output cannot encode, so that a path or a metric's name does not fail a finished run."""
-    encoding = getattr(sys.stdout, "encoding", None) or "utf-8"  # standard output may be closed
-    return text.encode(encoding, "backslashreplace").decode(encoding)
+    command = f"tensorboard --logdir {_shell_word(folder)}"
+    if storage.is_url(folder):
+        command += "  # in an environment without TensorFlow"
+    print(encodable(command))
+    print(f"then open {_CHARTS}", flush=True)
 
 
 def _metric(value: Any) -> str:
     """Returns a metric as text. None in a summary stands for NaN or infinity."""
     if isinstance(value, list):
         return f"[{', '.join(map(_metric, value))}]"
-    return "not finite" if value is None else f"{value:.6g}"
+    if value is None:
+        return "not finite"
+    return f"{value:.6g}"
 
 
 def _sizes(sizes: Sequence[Mapping[str, int]]) -> str | None:
@@ -96,9 +103,16 @@ def _sizes(sizes: Sequence[Mapping[str, int]]) -> str | None:
     return ", ".join(f"{size['workers']} from step {size['step']}" for size in sizes)
 
 
+def _staleness(staleness: Mapping[str, float] | None) -> str | None:
+    if staleness is None:
+        return None
+    return f"mean {staleness['mean']}, max {staleness['max']}"
+
+
 def _speed(summary: Mapping[str, Any]) -> str | None:
     """Returns the mean step time and the examples per second, two forms of the same measurement."""
-    mean, examples = summary["step_ms"].get("mean"), summary["examples_per_second"]
+    mean = summary["step_ms"].get("mean")
+    examples = summary["examples_per_second"]
     if mean is None or examples is None:
         return None
     return f"{mean:,.1f} ms a step, {examples:,.0f} examples/s, validation not counted"
@@ -106,14 +120,21 @@ def _speed(summary: Mapping[str, Any]) -> str | None:
 
 def _network(sent: Mapping[str, Any], transport: str | None) -> str | None:
     """Returns the measured network bytes, and the predicted bytes of the gradients, over the network or through shared memory."""
-    measured, gradients = sent.get("measured"), sent.get("predicted")
+    measured = sent.get("measured")
+    gradients = sent.get("predicted")
     if not measured and not gradients:
         return None
     network = f"{measured:,}" if measured else "not measured"
-    size = f": {gradients:,} bytes" if gradients else ""
+    notes = []
     if transport == "shared_memory":
-        return f"{network} (gradients travel through shared memory{size})"
-    return f"{network} (prediction for the gradients alone{size})" if size else network
+        notes.append("gradients travel through shared memory")
+    elif gradients:
+        notes.append("prediction for the gradients alone")
+    if gradients:
+        notes.append(f"{gradients:,} bytes")
+    if not notes:
+        return network
+    return f"{network} ({': '.join(notes)})"
 
 
 def _wall_time(goodput: Mapping[str, Any]) -> str:

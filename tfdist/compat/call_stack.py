@@ -12,7 +12,7 @@ from typing import Any
 
 import keras
 
-from tfdist.runtime.stacks import Frame
+from tfdist.runtime.report.stacks import Frame
 
 # Names of Keras' functions.
 KERAS_APPLY = "_distributed_tf_update_step"
@@ -39,9 +39,7 @@ def is_assigned_by_users() -> bool:
 
 def is_creating_keras_weight() -> bool:
     """Returns whether a `keras.Variable` is being created, as by `add_weight`, and not by an optimizer."""
-    frame: Any = sys._getframe(1)
-    while frame is not None and (_module(frame), frame.f_code.co_name) != KERAS_CREATE:
-        frame = frame.f_back
+    frame = _creation_frame()
     if frame is None:
         return False
     while frame is not None and _module(frame).startswith("keras."):
@@ -66,7 +64,8 @@ def without_packages(traceback: types.TracebackType | None) -> types.TracebackTy
     """Returns a traceback with only the frames of the user's program, such as a callback's, without tfdist's and installed packages'."""
     if traceback is None:
         return None
-    inner, code = without_packages(traceback.tb_next), traceback.tb_frame.f_code
+    inner = without_packages(traceback.tb_next)
+    code = traceback.tb_frame.f_code
     if not Frame(code.co_filename, traceback.tb_lineno, code.co_name).is_users:
         return inner
     return types.TracebackType(inner, traceback.tb_frame, traceback.tb_lasti, traceback.tb_lineno)
@@ -87,10 +86,15 @@ def raising_callback(error: BaseException) -> tuple[Any, str] | None:
     trace = error.__traceback__
     while trace:
         owner = trace.tb_frame.f_locals.get("self")
-        if isinstance(owner, keras.callbacks.Callback) and not isinstance(owner, keras.callbacks.CallbackList):
+        if _is_single_callback(owner):
             return owner, trace.tb_frame.f_code.co_name
         trace = trace.tb_next
     return None
+
+
+def _is_single_callback(owner: object) -> bool:
+    """Returns whether an object is a callback; False for a `CallbackList`, which calls the callbacks."""
+    return isinstance(owner, keras.callbacks.Callback) and not isinstance(owner, keras.callbacks.CallbackList)
 
 
 def callback_calls(error: BaseException) -> list[str]:
@@ -99,17 +103,24 @@ def callback_calls(error: BaseException) -> list[str]:
     below = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
     calls = []
     for frame in [*around, *below]:
-        owner, name = frame.f_locals.get("self"), frame.f_code.co_name
-        is_list = isinstance(owner, keras.callbacks.CallbackList)  # it calls the callbacks
-        if isinstance(owner, keras.callbacks.Callback) and not is_list and name.startswith("on_"):
+        owner = frame.f_locals.get("self")
+        name = frame.f_code.co_name
+        if _is_single_callback(owner) and name.startswith("on_"):
             is_trainers = type(owner).__module__.startswith("tfdist.training.")
-            calls.append(f"{'the trainer' if is_trainers else type(owner).__name__}'s {name}")
+            whose = "the trainer" if is_trainers else type(owner).__name__
+            calls.append(f"{whose}'s {name}")
     return calls
 
 
 def created_variable() -> keras.Variable | None:
     """Returns the `keras.Variable` that is being created, or None."""
+    frame = _creation_frame()
+    return frame and frame.f_locals.get("self")
+
+
+def _creation_frame() -> Any:
+    """Returns the frame of Keras' function that is creating a variable's tf.Variable, or None."""
     frame: Any = sys._getframe(1)
     while frame is not None and (_module(frame), frame.f_code.co_name) != KERAS_CREATE:
         frame = frame.f_back
-    return frame and frame.f_locals.get("self")
+    return frame

@@ -12,19 +12,22 @@ from tfdist.runtime.files import read_file
 
 
 def check() -> None:
-    """Raises ConfigError if Keras runs, or will run, on another backend than TensorFlow.
+    """Checks that Keras runs, or will run, on TensorFlow.
 
     Raises:
         ConfigError: Another backend is chosen; the message names the setting.
     """
     if "keras" in sys.modules and hasattr(sys.modules["keras"], "backend"):
-        chosen, source = sys.modules["keras"].backend.backend(), "Keras is imported already, with the backend "
+        chosen = sys.modules["keras"].backend.backend()
+        source = "Keras is imported already, with the backend "
     elif "KERAS_BACKEND" in os.environ:
-        chosen, source = os.environ["KERAS_BACKEND"], "the environment says KERAS_BACKEND="
+        chosen = os.environ["KERAS_BACKEND"]
+        source = "the environment says KERAS_BACKEND="
     else:
         folder = os.environ.get("KERAS_HOME") or pathlib.Path("~/.keras").expanduser()
         file = pathlib.Path(folder, "keras.json")
-        chosen, source = _of_file(file), f"{file} says backend="
+        chosen = _of_file(file)
+        source = f"{file} says backend="
     if chosen not in ("", "tensorflow"):
         raise ConfigError(
             f"tfdist trains Keras models on TensorFlow, and {source}{chosen}: set KERAS_BACKEND=tensorflow before Keras is "
@@ -37,4 +40,6 @@ def _of_file(path: pathlib.Path) -> str:
         content = json.loads(read_file(path))
     except (OSError, ValueError):
         return ""
-    return str(content.get("backend", "")) if isinstance(content, dict) else ""
+    if not isinstance(content, dict):
+        return ""
+    return str(content.get("backend", ""))

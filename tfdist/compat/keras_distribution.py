@@ -19,6 +19,7 @@ KERAS_DEVICE_COUNT = "get_device_count"
 KERAS_NUM_PROCESSES = "num_processes"
 KERAS_PROCESS_ID = "process_id"
 KERAS_INITIALIZE = "initialize"
+KERAS_DISTRIBUTE_TENSOR = "distribute_tensor"
 
 
 def install() -> None:
@@ -30,6 +31,8 @@ def install() -> None:
         KERAS_NUM_PROCESSES: lambda: 1,
         KERAS_PROCESS_ID: lambda: 0,
         KERAS_INITIALIZE: _initialize,
+        # Layouts of outputs: each worker computes with whole values.
+        KERAS_DISTRIBUTE_TENSOR: lambda tensor, layout: tensor,
     }.items():
         if not hasattr(distribution_lib, name):
             setattr(distribution_lib, name, function)
@@ -56,6 +59,11 @@ def present_devices() -> list[str]:
         count = sum(len(tf.config.get_logical_device_configuration(device) or "1") for device in devices)
         present += [f"{kind}:{number}" for number in range(count)]
     return present
+
+
+def layout_map(distribution: Any) -> Any:
+    """Returns the layout map of a `ModelParallel`."""
+    return distribution._layout_map
 
 
 def _initialize(*_: Any) -> None:

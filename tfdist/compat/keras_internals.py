@@ -12,8 +12,10 @@ from typing import Any
 
 import keras
 import tensorflow as tf
-from keras.src.backend.common import global_state, symbolic_scope
+from keras.src.backend.common import global_state, masking, symbolic_scope
+from keras.src.backend.common.variables import AutocastScope
 from keras.src.legacy.saving import legacy_h5_format
+from keras.src.models.functional import Functional
 from keras.src.saving import saving_lib
 
 from tfdist.aliases import Function, Gradient, Variables
@@ -38,6 +40,40 @@ def layers(model: keras.Model) -> Iterator[keras.layers.Layer]:
     """Yields a model and its layers, the nested ones included."""
     layers_of_model: Iterator[keras.layers.Layer] = model._flatten_layers()
     return layers_of_model
+
+
+def graph_calls(model: keras.layers.Layer) -> list[tuple[Any, list[Any], list[Any]]]:
+    """Returns the calls of a functional or sequential model, in their order: (operation, its input tensors, its output tensors).
+
+    Empty for other layers, and for models with a `call` of their own.
+    """
+    graph = getattr(model, "_functional", model)
+    if not isinstance(graph, Functional) or type(model).call not in (Functional.call, keras.Sequential.call):
+        return []
+    depths = sorted(graph._nodes_by_depth, reverse=True)
+    nodes = [node for depth in depths for node in graph._nodes_by_depth[depth]]
+    return [(node.operation, node.input_tensors, node.output_tensors) for node in nodes]
+
+
+def attention_parts(layer: keras.layers.Layer) -> tuple[list[Any], Any, Any]:
+    """Returns the layers of a MultiHeadAttention or GroupedQueryAttention: the projections to heads, the dropout, and the output's."""
+    projections = [layer._query_dense, layer._key_dense, layer._value_dense]
+    gate = getattr(layer, "_gate_dense", None)
+    return projections + ([gate] if gate else []), layer._dropout_layer, layer._output_dense
+
+
+def copy_mask(source: tf.Tensor, target: tf.Tensor) -> tf.Tensor:
+    """Gives a tensor the mask of another one. Returns it."""
+    mask = masking.get_keras_mask(source)
+    if mask is not None:
+        masking.set_keras_mask(target, mask)
+    return target
+
+
+def compile_arguments(model: keras.Model) -> dict[str, Any]:
+    """Returns the arguments of a model's last `compile`, each time the same dict; empty if the model was not compiled."""
+    arguments: dict[str, Any] = getattr(getattr(model, "_compile_config", None), "config", {})
+    return arguments
 
 
 def is_keras_method(model: keras.Model, name: str) -> bool:
@@ -111,11 +147,11 @@ KERAS_WRITERS = (
 def replace_writers(make: Callable[[Method], Method]) -> None:
     """Replaces the functions with which Keras writes models and weights. Further calls do nothing.
 
-    Args:
-        make: Takes one of Keras' writers and returns its replacement; both are called as `writer(saveable, filepath, ...)`.
+    `make` takes one of Keras' writers and returns its replacement; both are called as `writer(saveable, filepath, ...)`.
     """
     for module, name in KERAS_WRITERS:
-        if not hasattr(original := getattr(module, name), "keras_own"):
+        original = getattr(module, name)
+        if not hasattr(original, "keras_own"):
             writer = make(original)
             writer.keras_own = original  # type: ignore[attr-defined]
             setattr(module, name, writer)
@@ -127,11 +163,14 @@ KERAS_REDUCTION = "_all_reduce_sum_gradients"
 KERAS_UPDATE = "_backend_apply_gradients"
 KERAS_CLIP = "_clip_gradients"
 KERAS_WEIGHT_DECAY = "_apply_weight_decay"
+KERAS_DECAYS = "_use_weight_decay"
 KERAS_UPDATE_VARIABLES = "_backend_update_step"
 KERAS_UPDATE_STEP = "update_step"
 KERAS_MOVE_AVERAGES = "_update_model_variables_moving_average"
 KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
 KERAS_TRAINABLE = "_trainable_variables"
+KERAS_VARIABLES = "_variables"
+KERAS_TRACKER = "_tracker"
 KERAS_RATE = "_learning_rate"
 
 
@@ -144,6 +183,57 @@ def trainable_variables(optimizer: keras.optimizers.Optimizer) -> Variables:
     """Returns the variables that an optimizer was built with."""
     variables: Sequence[Any] = getattr(optimizer, KERAS_TRAINABLE)
     return variables
+
+
+def build_without_slots(optimizer: keras.optimizers.Optimizer, variables: Variables) -> None:
+    """Builds an optimizer with the variables that it updates, without its slots. It has gradient accumulators if it accumulates."""
+    use_ema = optimizer.use_ema
+    optimizer.use_ema = False
+    try:
+        keras.optimizers.Optimizer.build(optimizer, list(variables))
+    finally:
+        optimizer.use_ema = use_ema
+
+
+def remove_slots(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
+    """Removes the slots of a built optimizer, as if it were built by `build_without_slots`; returns them in Keras' order."""
+    kept = [*OPTIMIZER_SCALARS, GRADIENT_ACCUMULATOR]
+    slots = [v for v in optimizer.variables if not v.name.endswith(tuple(kept))]
+    numbers = {id(slot) for slot in slots}
+    for name, value in list(vars(optimizer).items()):
+        held = [value]
+        if isinstance(value, list):
+            held = value
+        if name != KERAS_VARIABLES and held and all(id(each) in numbers for each in held):
+            delattr(optimizer, name)
+    # As in Keras' constructor: TensorFlow tracks the list, and Keras' tracker, which exists only afterwards, fills it.
+    tracker = vars(optimizer).pop(KERAS_TRACKER)
+    setattr(optimizer, KERAS_VARIABLES, [v for v in optimizer.variables if id(v) not in numbers])
+    vars(optimizer)[KERAS_TRACKER] = tracker
+    is_variable, _ = tracker.config["variables"]
+    tracker.config["variables"] = (is_variable, getattr(optimizer, KERAS_VARIABLES))
+    return slots
+
+
+def slots(optimizer: keras.optimizers.Optimizer) -> Iterator[tuple[keras.Variable, str, keras.Variable]]:
+    """Yields (variable, kind, slot) for each slot of an optimizer that has the shape of its variable; gradient accumulators and averages included."""
+    optimizer = getattr(optimizer, "inner_optimizer", optimizer)
+    variables = trainable_variables(optimizer)
+    known = {id(variable) for variable in optimizer.variables}
+    for kind, held in vars(optimizer).items():
+        if kind == KERAS_VARIABLES or not isinstance(held, list) or len(held) != len(variables):
+            continue
+        for variable, slot in zip(variables, held, strict=True):
+            if id(slot) in known and slot.shape == variable.shape:
+                yield variable, kind, slot
+
+
+def initial_slots(optimizer: keras.optimizers.Optimizer, columns: int) -> dict[str, tf.Tensor]:
+    """Returns the first value `[1, columns]` of each kind of slot that an optimizer has of a table."""
+    with tf.init_scope(), tf.device("CPU:0"):
+        fresh = type(optimizer).from_config(optimizer.get_config())
+        fresh.build([keras.Variable(tf.zeros([1, columns]))])
+        return {kind: tf.convert_to_tensor(slot.value) for _, kind, slot in slots(fresh)}
 
 
 def variable_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
@@ -198,6 +288,17 @@ def update_variables(optimizer: keras.optimizers.Optimizer, grads: Sequence[Grad
     getattr(optimizer, KERAS_UPDATE_VARIABLES)(grads, variables, optimizer.learning_rate)
 
 
+def before_variable_update(optimizer: keras.optimizers.Optimizer, call: Callable[[list[Gradient]], object]) -> None:
+    """Makes an optimizer call a function with the gradients of each update, in place."""
+    update = getattr(optimizer, KERAS_UPDATE_VARIABLES)
+
+    def calling(grads: Sequence[Gradient], variables: Variables, learning_rate: Any) -> None:
+        call(list(grads))
+        update(grads, variables, learning_rate)
+
+    setattr(optimizer, KERAS_UPDATE_VARIABLES, calling)
+
+
 def moving_average_method(optimizer: keras.optimizers.Optimizer) -> Method:
     """Returns the method that updates the moving averages of a list of variables."""
     method: Method = getattr(optimizer, KERAS_MOVE_AVERAGES)
@@ -208,6 +309,11 @@ def overwrite_method(optimizer: keras.optimizers.Optimizer) -> Method:
     """Returns the method that overwrites a list of variables with their moving averages."""
     method: Method = getattr(optimizer, KERAS_OVERWRITE)
     return method
+
+
+def replace_overwrite(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
+    """Replaces the method that `overwrite_method` returns; `finalize_variable_values` calls it, too."""
+    setattr(optimizer, KERAS_OVERWRITE, new)
 
 
 def has_replaced_reduction(optimizer: keras.optimizers.Optimizer) -> bool:
@@ -236,6 +342,11 @@ def variable_update_methods(optimizer: keras.optimizers.Optimizer) -> tuple[Meth
     return getattr(optimizer, KERAS_UPDATE_STEP), getattr(optimizer, KERAS_WEIGHT_DECAY)
 
 
+def decays_weight(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> bool:
+    """Returns whether an optimizer decays the elements of a variable in each update."""
+    return optimizer.weight_decay is not None and bool(getattr(optimizer, KERAS_DECAYS)(variable))
+
+
 def replace_variable_update(optimizer: keras.optimizers.Optimizer, update_step: Method, weight_decay: Method) -> None:
     """Replaces the methods that `variable_update_methods` returns."""
     setattr(optimizer, KERAS_UPDATE_STEP, update_step)
@@ -251,6 +362,12 @@ KERAS_GLOBAL_GENERATOR = "global_seed_generator"
 def raw_value(variable: keras.Variable) -> tf.Variable:
     """Returns the TensorFlow variable of a Keras variable, also inside a StatelessScope."""
     return getattr(variable, KERAS_VALUE)
+
+
+def uncast_value(variable: keras.Variable) -> tf.Variable | tf.Tensor:
+    """Returns a variable's value, which a layer of mixed precision would cast as a whole; a tensor if a StatelessScope holds the value."""
+    with AutocastScope(None):
+        return variable.value
 
 
 def in_symbolic_scope() -> bool:

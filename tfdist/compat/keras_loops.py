@@ -12,6 +12,7 @@ import functools
 import itertools
 import queue
 import random
+import types
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
@@ -35,6 +36,7 @@ from keras.src.utils.python_utils import pythonify_logs
 
 from tfdist.aliases import Function, Logs, Structure
 from tfdist.compat import keras_losses, keras_metrics, tf_internals
+from tfdist.errors import DataError
 
 __all__ = [
     "ArrayDataAdapter",
@@ -52,10 +54,7 @@ DEFAULT_BATCH_SIZE = 32  # Keras' default for arrays
 _RELEASE = tuple(map(int, keras.__version__.split(".")[:2]))
 RESETS_METRICS_FOR_BATCH = _RELEASE >= (3, 15)  # whether `train_on_batch` and `test_on_batch` reset metrics
 # Whether a loop without a number of steps warns when data of unknown size end.
-WARNS_OF_UNKNOWN_END = _RELEASE < (
-    3,
-    16,
-)
+WARNS_OF_UNKNOWN_END = _RELEASE < (3, 16)
 
 Method = Function
 
@@ -67,6 +66,7 @@ KERAS_ADAPTER_EPOCH = "_epoch"  # since Keras 3.16
 KERAS_ADAPTER_ITERATOR = "_get_iterator"
 KERAS_STANDARDIZE = "_standardize_batch"
 KERAS_FIRST_BATCHES = "_first_batches"
+_WATCH_SECONDS = 1.0  # between two looks at the worker processes of a PyDataset
 
 
 def reads_python(adapter: DataAdapter) -> bool:
@@ -97,14 +97,15 @@ def adapted_dataset(adapter: DataAdapter) -> tf.data.Dataset:
 def generator_adapter(read: Callable[[], Iterator[Structure]]) -> GeneratorDataAdapter:
     """Returns the data adapter of a generator of batches. Raises Keras' ValueError without a batch or without tuples.
 
-    A pass after the generator's end yields its first batches again, as Keras' adapter does.
-
-    Args:
-        read: Returns the batches of a pass; the adapter reads the first ones at once.
+    `read` returns the batches of a pass; the adapter reads the first ones at once. A pass after the generator's end yields its first batches
+    again, as Keras' adapter does.
     """
 
-    def present(batch: Structure) -> Structure:  # TensorFlow cannot split an absent sample_weight over replicas
-        return batch[:-1] if isinstance(batch, tuple) and batch[-1] is None else batch
+    def present(batch: Structure) -> Structure:
+        # TensorFlow cannot split an absent sample_weight over replicas.
+        if isinstance(batch, tuple) and batch[-1] is None:
+            return batch[:-1]
+        return batch
 
     def batches() -> Iterator[Structure]:
         remaining = map(present, read())
@@ -132,46 +133,77 @@ def shuffle_items(adapter: PyDatasetAdapter) -> list[int]:
     """Returns the order in which Keras would read the items of a PyDataset in a new pass."""
     order = list(range(adapter.num_batches))
     epoch = getattr(adapter, KERAS_ADAPTER_EPOCH, None)
-    (random if epoch is None else random.Random(epoch)).shuffle(order)
+    if epoch is None:
+        random.shuffle(order)
+    else:
+        random.Random(epoch).shuffle(order)
     return order
 
 
 def read_items(adapter: PyDatasetAdapter, items: keras.utils.PyDataset, order: Iterable[int]) -> Iterator[Structure]:
-    """Yields items of a PyDataset as batches, in an order that does not depend on its workers.
-
-    Args:
-        adapter: The adapter, which standardizes the items.
-        items: The items, as an endless PyDataset.
-        order: The indices of the items.
-    """
+    """Yields items of an endless PyDataset as batches, in an order that does not depend on its workers; the adapter standardizes them."""
     standardize = getattr(adapter, KERAS_STANDARDIZE)
-    if not (items.workers > 1 or (items.workers > 0 and items.use_multiprocessing)):
+    least = 1 if items.use_multiprocessing else 2  # Keras reads in the caller's thread with fewer workers
+    if items.workers < least:
         yield from (standardize(items[index]) for index in order)
         return
-    enqueuer = OrderedEnqueuer(
-        items,
-        workers=items.workers,
-        use_multiprocessing=items.use_multiprocessing,
-        max_queue_size=items.max_queue_size,
-    )
+    enqueuer = _enqueuer(items, shuffle=False)
+    # The items are endless: `counted` ends the loop, after the items that the enqueuer reads ahead in the same order.
     counted, enqueuer.indices = itertools.tee(order)
-    enqueuer.start(*([0] if _RELEASE >= (3, 16) else []))
+    if _RELEASE >= (3, 16):
+        enqueuer.start(0)
+    else:
+        enqueuer.start()
     with _stopping(enqueuer):
         yield from (standardize(item) for _, item in zip(counted, enqueuer.get(), strict=False))
 
 
 def _read_by_workers(adapter: PyDatasetAdapter) -> Iterator[Structure]:
-    data, pass_adapter = adapter.py_dataset, copy.copy(adapter)
+    pass_adapter = copy.copy(adapter)
     delattr(pass_adapter, KERAS_ADAPTER_ITERATOR)
-    pass_adapter.enqueuer = OrderedEnqueuer(
-        data,
-        workers=data.workers,
-        use_multiprocessing=data.use_multiprocessing,
-        max_queue_size=data.max_queue_size,
-        shuffle=adapter.shuffle,
-    )
+    pass_adapter.enqueuer = _enqueuer(adapter.py_dataset, adapter.shuffle)
     with _stopping(pass_adapter.enqueuer):
         yield from getattr(pass_adapter, KERAS_ADAPTER_ITERATOR)()
+
+
+def _enqueuer(data: keras.utils.PyDataset, shuffle: bool, name: str = "") -> OrderedEnqueuer:
+    """Returns the workers of a pass over a PyDataset."""
+    enqueuer = OrderedEnqueuer(data, data.workers, data.use_multiprocessing, data.max_queue_size, shuffle)
+    if data.use_multiprocessing:
+        create = enqueuer.executor_fn
+        enqueuer.executor_fn = lambda items: _WatchedPool(create(items), name or type(data).__name__)
+    return enqueuer
+
+
+class _WatchedPool:
+    """A pool of processes whose results raise a DataError once one of the processes has died: `multiprocessing.Pool` would wait forever."""
+
+    def __init__(self, pool: Any, name: str):
+        self._pool = pool
+        self._name = name
+        self._processes = list(pool._pool)  # the pool replaces a process that dies, but its item is lost
+        self.close = pool.close
+
+    def apply_async(self, function: Function, arguments: tuple[Any, ...]) -> types.SimpleNamespace:
+        result = self._pool.apply_async(function, arguments)
+        return types.SimpleNamespace(get=functools.partial(self._get, result))
+
+    def _get(self, result: Any) -> Structure:
+        while not result.ready():
+            result.wait(_WATCH_SECONDS)
+            # The processes of a closed pool end only after the last result.
+            codes = [process.exitcode for process in self._processes if process.exitcode is not None]
+            if codes and not result.ready():
+                # `Pool.terminate` would wait for a lock that the process may have held.
+                self._pool._terminate.cancel()
+                self._pool._worker_handler._state = "TERMINATE"  # it starts no further process
+                for process in [*self._pool._pool]:
+                    process.kill()
+                raise DataError(
+                    f"a worker process of the PyDataset {self._name} has ended with exit code {codes[0]} before its item was ready; a negative "
+                    "code is the signal that killed it, -9 perhaps for lack of memory: use fewer workers, or smaller items."
+                )
+        return result.get()
 
 
 @contextlib.contextmanager
@@ -217,12 +249,14 @@ def build_by_call(model: keras.Model, batch: Structure) -> None:
 @contextlib.contextmanager
 def _only_building(model: keras.Model) -> Iterator[None]:
     """Makes a model build its compiled losses and metrics where Keras would compute them on the shapes of a batch."""
-    builders: dict[str, Function] = {
-        "compute_metrics": lambda x, y, y_pred, sample_weight=None: keras_metrics.compiled_metrics(model).build(
-            y, y_pred
-        ),
-        KERAS_COMPUTE_LOSS: lambda x, y, y_pred, **_: keras_losses.compiled_loss(model).build(y, y_pred),
-    }
+
+    def build_metrics(x: Structure, y: Structure, y_pred: Structure, sample_weight: Structure = None) -> Any:
+        return keras_metrics.compiled_metrics(model).build(y, y_pred)
+
+    def build_losses(x: Structure, y: Structure, y_pred: Structure, **_: Any) -> Any:
+        return keras_losses.compiled_loss(model).build(y, y_pred)
+
+    builders: dict[str, Function] = {"compute_metrics": build_metrics, KERAS_COMPUTE_LOSS: build_losses}
     before = {name: vars(model)[name] for name in builders if name in vars(model)}
     for name, builder in builders.items():
         setattr(model, name, builder)
@@ -238,7 +272,9 @@ def _only_building(model: keras.Model) -> Iterator[None]:
 def metrics_or_logs(model: keras.Model, logs: Logs) -> Logs:
     """Returns an epoch's logs: the results of the model's metrics, or `logs` of the last step, if their names differ."""
     results = model.get_metrics_result()
-    return results if isinstance(logs, dict) and logs.keys() == results.keys() else logs
+    if isinstance(logs, dict) and logs.keys() == results.keys():
+        return results
+    return logs
 
 
 def check_compiled(model: keras.Model) -> None:
@@ -250,7 +286,12 @@ def check_compiled(model: keras.Model) -> None:
 def flat_logs(model: keras.Model, logs: dict[str, Any]) -> Logs:
     """Returns logs as `evaluate` does without `return_dict`: a number, or a list in the order of the model's metrics."""
     compiled = keras_metrics.compiled_metrics(model)
-    names = [m.name for metric in model.metrics for m in (metric.metrics if metric is compiled else [metric])]
+    names: list[str] = []
+    for metric in model.metrics:
+        if metric is compiled:
+            names += [each.name for each in metric.metrics]
+        else:
+            names.append(metric.name)
     values = [logs[name] for name in names if name in logs]
     values += [logs[name] for name in sorted(logs) if name not in names]
     return values[0] if len(values) == 1 else values

@@ -91,8 +91,12 @@ def loss_and_mask(
     """Returns the result of `Loss.__call__`, and the mask of predictions or values that selects the values that count, or None."""
     rows = tf.nest.map_structure(lambda y: keras.ops.convert_to_tensor(y, loss.dtype), (y_true, y_pred))
     values = loss.call(*rows)
-    masks = mask(y_pred), mask(values)
-    counted = masks[0] & masks[1] if None not in masks else masks[0] if masks[1] is None else masks[1]
+    counted = mask(y_pred)
+    mask_of_values = mask(values)
+    if counted is None:
+        counted = mask_of_values
+    elif mask_of_values is not None:
+        counted = counted & mask_of_values
     value = reduce_weighted_values(values, sample_weight, counted, loss.reduction, loss.dtype)
     return value, counted
 

@@ -55,7 +55,8 @@ def _flatten(value: Any, seen: set[int]) -> Iterator[Any]:
         yield value
     elif id(value) not in seen:
         seen.add(id(value))
-        for item in list(value.values() if isinstance(value, dict) else value):
+        items = value.values() if isinstance(value, dict) else value
+        for item in list(items):
             yield from _flatten(item, seen)
 
 

@@ -97,11 +97,9 @@ def has_coordination_service() -> bool:
 
 
 def configure_coordination_service(jobs: Mapping[str, Sequence[str]], heartbeat_timeout_ms: int) -> None:
-    """Configures TensorFlow's coordination service.
+    """Configures TensorFlow's coordination service, in which the tasks of the jobs `chief` and `worker` take part.
 
-    Args:
-        jobs: The addresses of each job's tasks. Only tasks of the jobs `chief` and `worker` take part.
-        heartbeat_timeout_ms: Milliseconds after which a task that does not answer counts as lost.
+    A task that does not answer for `heartbeat_timeout_ms` counts as lost.
     """
     spec = tf.train.ClusterSpec({job: list(addresses) for job, addresses in jobs.items()})
     eager_context.context().configure_coordination_service(
@@ -132,9 +130,26 @@ def replace(key: str, value: str) -> None:
     publish(key, value)
 
 
+def try_publish(key: str, value: str) -> bool:
+    """Publishes a text; returns False if a task has published one under `key` before, or the chief, which holds the texts, has ended."""
+    try:
+        publish(key, value)
+    except tf.errors.OpError:
+        return False
+    return True
+
+
 def published(key: str, seconds: float) -> str:
     """Returns the text that a task has published under `key`. Raises an OpError if no task publishes it within `seconds`."""
     return str(eager_context.context().get_config_key_value(key, max(1, int(1000 * seconds))))
+
+
+def find_published(key: str, seconds: float) -> str:
+    """Returns the text that a task has published under `key`; empty if no task publishes it within `seconds`, or the chief has ended."""
+    try:
+        return published(key, seconds)
+    except tf.errors.OpError:
+        return ""
 
 
 # Parameter servers

@@ -25,6 +25,7 @@ from tensorflow.python.data.ops.random_op import _RandomDataset as RandomDataset
 from tensorflow.python.data.ops.repeat_op import _RepeatDataset as RepeatDataset
 from tensorflow.python.data.ops.shuffle_op import _ShuffleDataset as ShuffleDataset
 from tensorflow.python.data.util import nest as dataset_nest
+from tensorflow.python.distribute.distribute_lib import get_update_replica_id
 from tensorflow.python.distribute.distribute_utils import regroup
 from tensorflow.python.distribute.values import DistributedVariable, SyncOnReadVariable
 from tensorflow.python.eager import context as eager_context
@@ -32,6 +33,7 @@ from tensorflow.python.framework import op_def_registry, random_seed
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import nn_impl_distribute as average_losses
 from tensorflow.python.ops import script_ops
+from tensorflow.python.ops.control_flow_v2_func_graphs import ControlFlowFuncGraph
 from tensorflow.python.saved_model import save as saved_model_save
 
 from tfdist.aliases import Function, StepFunction, Structure
@@ -44,6 +46,7 @@ __all__ = [
     "SyncOnReadVariable",
     "average_losses",
     "eager_context",
+    "get_update_replica_id",
     "is_op_determinism_enabled",
     "regroup",
 ]
@@ -65,6 +68,17 @@ TF_COLLECTIVE_KEYS = "_collective_key_base"
 def num_replicas(strategy: tf.distribute.Strategy) -> int:
     """Returns the number of replicas over all workers, even within `as_one_replica`, where the step sees only one."""
     return int(strategy.extended._num_replicas_in_sync)
+
+
+def all_reduce(op: tf.distribute.ReduceOp, values: Structure) -> Structure:
+    """Returns values reduced over all replicas, as `ReplicaContext.all_reduce` does, but without a gradient.
+
+    TensorFlow's registry of gradients would keep the caller's graph, and the variables that it captures, until the process ends.
+    """
+    extended = tf.distribute.get_strategy().extended
+    if extended._use_merge_call():
+        return tf.distribute.StrategyExtended._replica_ctx_all_reduce(extended, op, values)
+    return extended._replica_ctx_all_reduce(op, values)
 
 
 def set_collective_keys(strategy: tf.distribute.Strategy, first: int) -> None:
@@ -144,6 +158,14 @@ def autograph_as_outside_of_functions() -> contextlib.AbstractContextManager[Any
     return context
 
 
+def is_within(graph: tf.Graph) -> bool:
+    """Returns whether code is traced in a graph, or in a loop or branch of it, and not in a `tf.function` within."""
+    inner = tf.compat.v1.get_default_graph()
+    while inner is not graph and isinstance(inner, ControlFlowFuncGraph):
+        inner = getattr(inner, TF_OUTER_GRAPH)
+    return inner is graph
+
+
 # Graphs and seeds
 
 TF_GLOBAL_SEED = "_seed"
@@ -154,7 +176,9 @@ TF_TRACED = "_list_all_concrete_functions"
 
 def seed_holder() -> Any:
     """Returns the object that holds the current seed of `tf.random.*`: the graph being traced, or the eager context."""
-    return eager_context.context() if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
+    if tf.executing_eagerly():
+        return eager_context.context()
+    return tf.compat.v1.get_default_graph()
 
 
 def get_seed(holder: Any) -> int | None:
@@ -170,7 +194,9 @@ def set_seed(holder: Any, seed: int | None) -> None:
 
 def get_draws(holder: Any) -> int:
     """Returns the number of random operations of a traced graph so far, which TensorFlow makes part of the seed of the next one."""
-    return int(random_seed._graph_to_seed_dict.get(holder, 0)) if isinstance(holder, tf.Graph) else 0
+    if not isinstance(holder, tf.Graph):
+        return 0
+    return int(random_seed._graph_to_seed_dict.get(holder, 0))
 
 
 def set_draws(holder: Any, count: int) -> None:
@@ -186,15 +212,17 @@ def _seed_name(holder: Any) -> str:
 def graph_depth(graph: tf.Graph) -> int:
     """Returns how many function graphs enclose `graph`: 1 in the body of a `tf.while_loop` of a function."""
     depth = 0
-    while (graph := getattr(graph, TF_OUTER_GRAPH, None)) is not None and hasattr(graph, TF_OUTER_GRAPH):
+    outer = getattr(graph, TF_OUTER_GRAPH, None)
+    while hasattr(outer, TF_OUTER_GRAPH):  # the graph around all functions has no such attribute
         depth += 1
+        outer = getattr(outer, TF_OUTER_GRAPH)
     return depth
 
 
 def traced_functions(function: StepFunction) -> Sequence[Any]:
     """Returns the concrete functions of a `tf.function`, or an empty sequence for any other object."""
-    concrete: Sequence[Any] = getattr(function, TF_TRACED)() if hasattr(function, TF_TRACED) else ()
-    return concrete
+    list_functions: Callable[[], Sequence[Any]] = getattr(function, TF_TRACED, tuple)
+    return list_functions()
 
 
 def operation_definition(op_type: str) -> Any:
@@ -294,19 +322,13 @@ _SOURCES = threading.RLock()  # held while `from_tensor_slices` and `from_tensor
 def replacing_dataset_sources(slices: Function, tensors: Function) -> Iterator[None]:
     """Replaces `tf.data.Dataset.from_tensor_slices` and `from_tensors` in all threads, within the context.
 
-    Args:
-        slices: Replaces `from_tensor_slices`; called as `slices(original, tensors, name=None)`.
-        tensors: Replaces `from_tensors`; called in the same way.
+    Both replacements are called as `slices(original, tensors, name=None)`.
     """
     with _SOURCES:
         originals = {name: vars(tf.data.Dataset)[name] for name in ("from_tensor_slices", "from_tensors")}
         for (name, original), replacement in zip(originals.items(), (slices, tensors), strict=True):
-            bound = functools.partial(replacement, getattr(tf.data.Dataset, name))
-            setattr(
-                tf.data.Dataset,
-                name,
-                staticmethod(tf.autograph.experimental.do_not_convert(functools.wraps(original)(bound))),
-            )
+            bound = functools.wraps(original)(functools.partial(replacement, getattr(tf.data.Dataset, name)))
+            setattr(tf.data.Dataset, name, staticmethod(tf.autograph.experimental.do_not_convert(bound)))
         try:
             yield
         finally:
@@ -339,7 +361,10 @@ def stop_autotuning_on_devices() -> None:
 
     @functools.wraps(create)
     def untuned(*args: Any) -> tf.data.Dataset:
-        return without_autotuning(create(*args))
+        # TensorFlow cannot optimize them either, and would log so.
+        options = tf.data.Options()
+        options.experimental_optimization.apply_default_optimizations = False
+        return without_autotuning(create(*args)).with_options(options)
 
     untuned.tensorflow_own = create  # type: ignore[attr-defined]
     setattr(multi_device_iterator_ops, TF_DEVICE_DATASET, untuned)
@@ -371,17 +396,17 @@ class _AverageArithmetic:
     def div_no_nan(self, loss: tf.Tensor, size: Any) -> Any:
         """Divides as `math_ops` does; corrects the quotient if `compute_average_loss` was called with a `global_batch_size`."""
         value = self.math_ops.div_no_nan(loss, size)
-        return value if TF_AVERAGE_COUNTED in sys._getframe(1).f_locals else self._correct(value)
+        if TF_AVERAGE_COUNTED in sys._getframe(1).f_locals:
+            return value
+        return self._correct(value)
 
 
 @contextlib.contextmanager
 def correcting_average_losses(correct: Callable[[Any], Any]) -> Iterator[None]:
     """Corrects losses that `tf.nn.compute_average_loss` divides by an explicit `global_batch_size`, within the context.
 
-    Several threads may enter it at once. The `correct` of the first thread applies to all threads, so pass the same function in each.
-
-    Args:
-        correct: Takes a divided loss and returns its replacement.
+    `correct` takes a divided loss and returns its replacement. Several threads may enter the context at once. The `correct` of the first thread
+    applies to all threads, so pass the same function in each.
     """
     with _averaging:
         current = getattr(average_losses, TF_AVERAGE_ARITHMETIC)
@@ -410,11 +435,11 @@ def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
 
     A later call replaces `write`. In graph mode, where saving only adds operations, TensorFlow's own function is called.
 
-    Args:
-        write: Called as `write(save, prefix, objects)`: `save(prefix)` is TensorFlow's function, `objects()` returns the saved objects.
-        device: The device whose process reads and writes files, unless the user sets one; None means each variable's device.
+    It calls `write(save, prefix, objects)`: `save(prefix)` is TensorFlow's function, `objects()` returns the saved objects. The process of
+    `device` reads and writes files, unless the user sets a device; None means each variable's device.
     """
-    own_save, own_restore = (getattr(f, "tensorflow_own", f) for f in (TrackableSaver.save, TrackableSaver.restore))
+    own_save = _tensorflow_own(TrackableSaver.save)
+    own_restore = _tensorflow_own(TrackableSaver.restore)
 
     def with_device(options: Any) -> Any:
         options = copy.copy(options) or tf.train.CheckpointOptions()
@@ -426,16 +451,23 @@ def replace_checkpoint_writer(write: Writer, device: str | None) -> None:
         if not tf.executing_eagerly() or not isinstance(file_prefix, str) or args or kwargs:
             return own_save(self, file_prefix, *args, options=options, **kwargs)
         save_to = functools.partial(own_save, self, options=with_device(options))
-        return write(
-            save_to, file_prefix, lambda: tf.train.TrackableView(getattr(self, TF_OBJECT_GRAPH).root).descendants()
-        )
+        root = getattr(self, TF_OBJECT_GRAPH).root
+        return write(save_to, file_prefix, tf.train.TrackableView(root).descendants)
 
     @functools.wraps(own_restore)
     def restore(self: Any, save_path: str | os.PathLike[str], options: Any = None) -> Any:
         return own_restore(self, save_path, with_device(options))
 
-    save.tensorflow_own, restore.tensorflow_own = own_save, own_restore  # type: ignore[attr-defined]
-    TrackableSaver.save, TrackableSaver.restore = save, restore
+    save.tensorflow_own = own_save  # type: ignore[attr-defined]
+    restore.tensorflow_own = own_restore  # type: ignore[attr-defined]
+    TrackableSaver.save = save
+    TrackableSaver.restore = restore
+
+
+def _tensorflow_own(function: Function) -> Function:
+    """Returns TensorFlow's own function in place of a replacement of it."""
+    own: Function = getattr(function, "tensorflow_own", function)
+    return own
 
 
 TF_WRITE_SAVED_MODEL = "save_and_return_nodes"
@@ -444,19 +476,16 @@ TF_WRITE_SAVED_MODEL = "save_and_return_nodes"
 def replace_saved_model_writer(write: Writer) -> None:
     """Makes `tf.saved_model.save`, and its callers such as Keras' `ExportArchive`, write through `write`.
 
-    A later call replaces `write`.
-
-    Args:
-        write: Called as `write(save, folder, objects)`: `save(folder)` is TensorFlow's function, `objects()` returns the saved objects.
+    A later call replaces `write`, which is called as in `replace_checkpoint_writer`, with a folder in place of the prefix.
     """
-    own_save = getattr(saved_model_save, TF_WRITE_SAVED_MODEL)
-    own_save = getattr(own_save, "tensorflow_own", own_save)
+    own_save = _tensorflow_own(getattr(saved_model_save, TF_WRITE_SAVED_MODEL))
 
     @functools.wraps(own_save)
     def save(obj: Any, export_dir: str, *args: Any, **kwargs: Any) -> Any:
-        return write(
-            lambda folder: own_save(obj, folder, *args, **kwargs), export_dir, tf.train.TrackableView(obj).descendants
-        )
+        def save_to(folder: str) -> Any:
+            return own_save(obj, folder, *args, **kwargs)
+
+        return write(save_to, export_dir, tf.train.TrackableView(obj).descendants)
 
     save.tensorflow_own = own_save  # type: ignore[attr-defined]
     setattr(saved_model_save, TF_WRITE_SAVED_MODEL, save)

@@ -6,7 +6,8 @@ in the tensor. This module uses private names: tests/architecture/test_keras_int
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -25,15 +26,37 @@ class _Extended(collective_all_reduce_strategy.CollectiveAllReduceExtended):
     TensorFlow's own class uses all GPUs, or one CPU, and sums by a ring over the devices.
     """
 
-    def __init__(self, strategy: tf.distribute.Strategy, resolver: Any, options: Any, devices: Sequence[str]):
+    def __init__(
+        self,
+        strategy: tf.distribute.Strategy,
+        resolver: Any,
+        options: Any,
+        devices: Sequence[str],
+        members: Sequence[int] | None,
+    ):
         self._named_devices = devices
+        self._members = members
+        self.each_draws = False  # within `each_worker_draws`
         super().__init__(strategy, resolver, options)
 
     def _initialize_local_devices(self, cluster_resolver: Any, worker_device: str) -> tuple[tuple[str, ...], str]:
+        # TensorFlow has read the numbers of the cluster by now, and creates the group of this strategy's collectives after it.
+        if self._members is not None:
+            self._num_workers = len(self._members)
+            rank: int = vars(self)["_id_in_cluster"]
+            self._id_in_cluster = self._members.index(rank)
+            self._is_chief = self._id_in_cluster == 0
+            self._enable_check_health = False  # the strategy of all workers has it
         if not self._named_devices:
             return super()._initialize_local_devices(cluster_resolver, worker_device)
         names = [name.upper().rpartition("DEVICE:")[2].lstrip("/") for name in self._named_devices]
         return tuple(f"{worker_device}/device:{name}" for name in names), names[0].partition(":")[0]
+
+    def _get_variable_creator_initial_value(self, *args: Any, **kwargs: Any) -> Any:
+        base: Any = super()
+        if self.each_draws:
+            base = super(collective_all_reduce_strategy.CollectiveAllReduceExtended, self)
+        return base._get_variable_creator_initial_value(*args, **kwargs)
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Structure, options: Any = None) -> Structure:
         if isinstance(self._cross_device_ops, _OrderedAllReduce) and len(self.worker_devices) > 1:
@@ -88,29 +111,37 @@ class _MirroredExtended(mirrored_strategy.MirroredExtended):
 
 
 class MirroredStrategy(tf.distribute.MirroredStrategy):
-    """TensorFlow's strategy, which uses `cross_device_ops` for all sums, also to a CPU.
-
-    Args:
-        devices: As in TensorFlow.
-        cross_device_ops: As in TensorFlow.
-    """
+    """TensorFlow's strategy, which uses `cross_device_ops` for all sums, also to a CPU."""
 
     def __init__(self, devices: Sequence[str] | None = None, cross_device_ops: Any = None):
         tf.distribute.Strategy.__init__(self, _MirroredExtended(self, devices, cross_device_ops))
 
 
 class MultiWorkerMirroredStrategy(tf.distribute.MultiWorkerMirroredStrategy):
-    """TensorFlow's strategy, with an argument for the devices.
+    """TensorFlow's strategy, with an argument for this worker's devices, such as `["CPU:0", "CPU:1"]`: by default all GPUs, or one CPU.
 
-    Args:
-        cluster_resolver: As in TensorFlow.
-        communication_options: As in TensorFlow.
-        devices: The names of the devices of this worker, such as `["CPU:0", "CPU:1"]`. By default all GPUs, or one CPU.
+    `members` are the ranks of the cluster's workers that this strategy connects; None means all.
     """
 
-    def __init__(self, cluster_resolver: Any = None, communication_options: Any = None, devices: Sequence[str] = ()):
+    def __init__(
+        self,
+        cluster_resolver: Any = None,
+        communication_options: Any = None,
+        devices: Sequence[str] = (),
+        members: Sequence[int] | None = None,
+    ):
         options = communication_options or tf.distribute.experimental.CommunicationOptions()
-        tf.distribute.Strategy.__init__(self, _Extended(self, cluster_resolver, options, devices))
+        tf.distribute.Strategy.__init__(self, _Extended(self, cluster_resolver, options, devices, members))
+
+
+@contextlib.contextmanager
+def each_worker_draws(strategy: tf.distribute.Strategy) -> Iterator[None]:
+    """Makes each worker use its own initial values for variables that are created within the context, instead of the chief's."""
+    strategy.extended.each_draws = True
+    try:
+        yield
+    finally:
+        strategy.extended.each_draws = False
 
 
 def sum_by(strategy: tf.distribute.MultiWorkerMirroredStrategy, sums: Sums) -> None:

@@ -18,6 +18,10 @@ from tfdist.errors import ConfigError
 from tfdist.runtime.log import logger
 
 _OUTSIDE = "A {} was created outside of this trainer's scope (it has {}): create it in `with trainer.scope():`."
+NO_LABELS = (
+    "The data have no labels, which the compiled loss needs: give y, or a dataset of pairs (x, y); for a model that computes its loss itself "
+    "(add_loss), compile without a loss."
+)
 UNBUILT = "The optimizer {} must be built before fit: optimizer.build(variables) in `with trainer.scope():`."
 _UNKNOWN_OPTIMIZER = (
     "The training step applies an optimizer{} that the model does not hold, so its gradients cannot be averaged over the "
@@ -90,7 +94,8 @@ def check_model(model: keras.Model) -> None:
     Raises:
         ConfigError: The model has such uses; the error names all.
     """
-    if faults := list(_model_faults(model)):
+    faults = list(_model_faults(model))
+    if faults:
         raise ConfigError(faults)
 
 
@@ -123,10 +128,17 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             )
     if strategy.traits.asynchronous:
         yield from _parameter_server_faults(model)
+    # What follows concerns only sums over replicas.
     if strategy.num_replicas_in_sync == 1:
         return
-    for kind, variables in (("metric", _metric_variables(model)), ("layer", model.weights)):
-        if outside := [v.path for v in variables if getattr(v.value, "distribute_strategy", None) is not strategy]:
+    metric_variables = [variable for metric in model.metrics for variable in metric.variables]
+    for kind, variables in (("metric", metric_variables), ("layer", model.weights)):
+        outside = [
+            v.path
+            for v in variables
+            if getattr(keras_internals.raw_value(v), "distribute_strategy", None) is not strategy
+        ]
+        if outside:
             yield _OUTSIDE.format(kind, outside[0])
     for optimizer in optimizers(model):
         yield from _optimizer_faults(model, optimizer)
@@ -140,9 +152,8 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             f"jit_compile=True: XLA hides what the compute_metrics of {type(model).__name__} computes from metrics, so that the logs would be "
             "means of the replicas' values: compile the model with jit_compile=False, or override get_metrics_result instead."
         )
-    if model.jit_compile and (
-        synchronized := [x.name for x in keras_internals.layers(model) if getattr(x, "synchronized", False)]
-    ):
+    synchronized = [layer.name for layer in keras_internals.layers(model) if getattr(layer, "synchronized", False)]
+    if model.jit_compile and synchronized:
         yield (
             f"jit_compile=True: the layer {synchronized[0]} is synchronized=True and sums over the replicas during the step, which XLA "
             "cannot compile: compile the model with jit_compile=False, or make the layer without synchronized."
@@ -157,14 +168,16 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
     for layer in keras_internals.layers(model):
         if isinstance(layer, keras.layers.RNN) and layer.stateful:
             yield f"The layer {layer.name} is stateful=True, but each replica would keep only the state of its share of a batch."
-    if model.jit_compile and (why := strategy.traits.refuses.get("jit_compile")):
+    why = strategy.traits.refuses.get("jit_compile")
+    if model.jit_compile and why:
         yield f"jit_compile=True is not possible under {strategy.kind}, {why}."
 
 
 def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
-    if outside := [
-        v.path for v in model.weights if "/job:ps" not in v.value.device and v.name != "seed_generator_state"
-    ]:
+    outside = [
+        v.path for v in model.weights if "/job:ps" not in v.value.device and v.name != keras_internals.SEED_STATE
+    ]
+    if outside:
         yield _OUTSIDE.format("layer", outside[0])
     why = "is not possible under parameter_server, whose"
     if model.jit_compile:
@@ -188,10 +201,6 @@ def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
             yield f"ema_overwrite_frequency {why} workers do not wait for each other; leave it out."
 
 
-def _metric_variables(model: keras.Model) -> list[keras.Variable]:
-    return [variable for metric in model.metrics for variable in metric.variables]
-
-
 def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[str]:
     name = type(optimizer).__name__
     inner = getattr(optimizer, "inner_optimizer", optimizer)
@@ -206,30 +215,26 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
         ("gradient_accumulation_steps", "gradient_accumulation_steps", inner.gradient_accumulation_steps),
         ("Nadam", "The optimizer Nadam", isinstance(inner, keras.optimizers.Nadam)),
     ):
-        if is_used and (why := strategy.traits.refuses.get(option)):
+        why = strategy.traits.refuses.get(option)
+        if is_used and why:
             yield f"{text} is not possible under {strategy.kind}, {why}."
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Data) -> None:
-    """Rejects data that are not batches, or that each worker would draw independently.
-
-    Args:
-        strategy: The strategy.
-        data: The `x` of `fit`, `evaluate` or `predict`, or Keras' data adapter for it.
+    """Rejects data that are not batches, or that each worker would draw independently. `data` may be Keras' data adapter for them.
 
     Raises:
         ConfigError: `data` is a dataset of single examples, or comes from Python under several workers.
     """
-    if isinstance(data, tf.data.Dataset) and any(
-        spec.shape.rank == 0 for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.TensorSpec)
-    ):
-        raise ConfigError(f"The dataset must hold batches: call its batch(). Received elements {data.element_spec}.")
+    if isinstance(data, tf.data.Dataset):
+        specs = [spec for spec in tf.nest.flatten(data.element_spec) if isinstance(spec, tf.TensorSpec)]
+        if any(spec.shape.rank == 0 for spec in specs):
+            raise ConfigError(
+                f"The dataset must hold batches: call its batch(). Received elements {data.element_spec}."
+            )
     kind = type(data).__name__
-    draws = (
-        keras_loops.reads_python(data)
-        or kind == "DataLoader"
-        or (isinstance(data, collections.abc.Iterator) and not isinstance(data, types.GeneratorType))
-    )
+    is_iterator = isinstance(data, collections.abc.Iterator) and not isinstance(data, types.GeneratorType)
+    draws = is_iterator or kind == "DataLoader" or keras_loops.reads_python(data)
     if draws and strategy.traits.several_processes and strategy.num_workers > 1:
         raise ConfigError(
             f"Data from Python ({kind.removesuffix('Adapter')}) cannot be split among workers: each would draw batches of "

@@ -9,7 +9,7 @@ from tfdist.compression.per_variable import PerVariable
 from tfdist.compression.powersgd import PowerSGD
 from tfdist.compression.topk import TopK
 from tfdist.compression.warmup import Warmup
-from tfdist.config.options import option
+from tfdist.config.constraints import option
 
 __all__ = [
     "BF16",

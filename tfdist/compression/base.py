@@ -13,7 +13,8 @@ import tensorflow as tf
 from tfdist.collectives.communicator import ByteCounter, Communicator
 from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult, fuse
 from tfdist.compression.buckets import assign_buckets, join_results, merge_results, part_sizes, split, split_state
-from tfdist.config.options import option_faults
+from tfdist.compression.fidelity import Check
+from tfdist.config.constraints import option_faults
 from tfdist.errors import ConfigError
 
 _MIN_ELEMENTS = 1024  # minimum number of elements of a variable that is compressed
@@ -66,7 +67,7 @@ class Compressor(abc.ABC):
         """
         faults: list[str] = []
         for field in dataclasses.fields(self):
-            if "expected" in field.metadata:
+            if "faults" in field.metadata:
                 faults += option_faults(field, getattr(self, field.name), f"{type(self).__name__}: {field.name}")
         if faults:
             raise ConfigError(faults)
@@ -96,7 +97,8 @@ class Compressor(abc.ABC):
 
     def for_variable(self, name: str, shape: tuple[int, ...]) -> Compressor:
         """Returns the compressor of a variable's gradient: this one, or `NoCompression` for vectors and small variables."""
-        return self if len(shape) > 1 and math.prod(shape) >= _MIN_ELEMENTS else NONE
+        is_compressed = len(shape) > 1 and math.prod(shape) >= _MIN_ELEMENTS
+        return self if is_compressed else NONE
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
         """Returns the specs of the state for a value of this shape."""
@@ -202,9 +204,7 @@ def _checked(
 class BucketedReduction:
     """The compressors of all variables, and the reduction of their gradients in buckets.
 
-    Args:
-        compressor: Chooses the compressor of each variable.
-        variables: The variables' names and shapes.
+    `variables` are their names and shapes.
 
     Attributes:
         shapes: The shape of each variable.
@@ -227,22 +227,18 @@ class BucketedReduction:
     ) -> Exchange:
         """Runs the exchanges of all compressors as one; see `Compressor.exchange`.
 
-        Args:
-            values: This rank's values.
-            states: Each value's state.
-            member: This rank.
-            variables: The index of each value's variable; None means all variables.
+        `variables` are the indices of the values' variables; None means all variables.
         """
         numbers = range(len(self.compressors)) if variables is None else variables
         indices_of: dict[Compressor, list[int]] = {}
         for index, number in enumerate(numbers):
             indices_of.setdefault(self.compressors[number], []).append(index)
-        results = yield from fuse(
-            [
-                _checked(c, [values[i] for i in indices], [states[i] for i in indices], member)
-                for c, indices in indices_of.items()
-            ]
-        )
+        exchanges = []
+        for compressor, indices in indices_of.items():
+            chosen_values = [values[index] for index in indices]
+            chosen_states = [states[index] for index in indices]
+            exchanges.append(_checked(compressor, chosen_values, chosen_states, member))
+        results = yield from fuse(exchanges)
         return merge_results(zip(indices_of.values(), results, strict=True), len(values))
 
     def run(
@@ -253,38 +249,52 @@ class BucketedReduction:
         members: Sequence[RankContext],
         variables: Sequence[int] | None = None,
         bucket_bytes: int = 0,
+        check: Check | None = None,
     ) -> list[ReduceResult]:
         """Runs one exchange for each bucket of gradients; the exchanges do not wait for each other.
 
-        Args:
-            group: The communicator.
-            values: For each of `members`, its values, as for `exchange`.
-            states: For each of `members`, each value's state.
-            members: The contexts of this process's ranks.
-            variables: As for `exchange`.
-            bucket_bytes: The maximum bytes of a bucket: of gradients, or of encoded gradients if the compressor cannot split them.
-                0 means one bucket.
+        `members` are the contexts of this process's ranks; `values` and `states` have for each of them what `exchange` takes.
+        `bucket_bytes` is the maximum of a bucket: of gradients, or of encoded gradients if the compressor cannot split them. 0 means
+        one bucket. `check` compares one of the buckets that are compressed with its exact sum.
         """
         numbers = list(range(len(self.compressors)) if variables is None else variables)
         cuts = [part_sizes(math.prod(self.shapes[n]), self.compressors[n].granularity, bucket_bytes) for n in numbers]
+        # Large gradients are split first: from here to `join_results` an index is that of a part, and `owners` has its variable.
         owners = [number for number, counts in zip(numbers, cuts, strict=True) for _ in counts]
         parts = [[part for pair in zip(v, cuts, strict=True) for part in split(*pair)] for v in values]
         part_states = [[part for pair in zip(s, cuts, strict=True) for part in split_state(*pair)] for s in states]
-        sizes = [self._size(number, part) if bucket_bytes else 0 for number, part in zip(owners, parts[0], strict=True)]
+        sizes = [0] * len(owners)
+        if bucket_bytes:
+            sizes = list(map(self._size, owners, parts[0]))
         results_by_rank: list[list[tuple[list[int], ReduceResult]]] = [[] for _ in members]
-        for lane, bucket in enumerate(assign_buckets(sizes, bucket_bytes)):
-            exchanges = [
-                self.exchange([v[p] for p in bucket], [s[p] for p in bucket], member, [owners[p] for p in bucket])
-                for v, s, member in zip(parts, part_states, members, strict=True)
-            ]
-            for results, reduced in zip(results_by_rank, group.run(exchanges, lane), strict=True):
+        buckets = assign_buckets(sizes, bucket_bytes)
+        compressed = [
+            [i for i, part in enumerate(bucket) if self.compressors[owners[part]] != NONE] for bucket in buckets
+        ]
+        turns = [lane for lane, indices in enumerate(compressed) if indices]
+        for lane, bucket in enumerate(buckets):
+            exchanges: list[Any] = []
+            checked = check if lane in turns else None
+            for rank_parts, rank_states, member in zip(parts, part_states, members, strict=True):
+                bucket_values = [rank_parts[index] for index in bucket]
+                bucket_states = [rank_states[index] for index in bucket]
+                exchange = self.exchange(bucket_values, bucket_states, member, [owners[i] for i in bucket])
+                if checked:
+                    turn = turns.index(lane)
+                    exchange = checked.compare(exchange, bucket_values, compressed[lane], turn, len(turns))
+                exchanges.append(exchange)
+            reduced_by_rank = group.run(exchanges, lane)
+            if checked:
+                reduced_by_rank = checked.take(reduced_by_rank)
+            for results, reduced in zip(results_by_rank, reduced_by_rank, strict=True):
                 results.append((bucket, reduced))
         shapes = [self.shapes[number] for number in numbers]
         return [join_results(merge_results(results, len(sizes)), cuts, shapes) for results in results_by_rank]
 
     def _size(self, number: int, part: tf.Tensor) -> int:
         """Returns the bytes that a variable's gradient, or a part of it, adds to a bucket."""
-        compressor, shape = self.compressors[number], self.shapes[number]
+        compressor = self.compressors[number]
+        shape = self.shapes[number]
         if compressor == NONE or compressor.granularity:
             return part.shape.num_elements() * part.dtype.size
         key = compressor, shape

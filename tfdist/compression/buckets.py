@@ -15,11 +15,8 @@ def assign_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
     """Returns the buckets, each a list of indices of gradients that are reduced together.
 
     The order is that of the backward pass, from the last gradient to the first. So the first buckets are sent while backward
-    still computes the others (Li et al., arXiv:2006.15704).
-
-    Args:
-        sizes: The bytes of each gradient, in the order of the model's variables.
-        most: The maximum bytes of a bucket; a larger gradient gets a bucket to itself. 0 means one bucket for all.
+    still computes the others (Li et al., arXiv:2006.15704). A gradient of more than `most` bytes gets a bucket to itself; 0 means one
+    bucket for all.
     """
     buckets: list[list[int]] = []
     free_bytes = 0
@@ -33,12 +30,9 @@ def assign_buckets(sizes: Sequence[int], most: int) -> list[list[int]]:
 
 
 def part_sizes(count: int, granularity: int, most: int) -> list[int]:
-    """Returns the number of values in each part of a gradient; a part has about `most` bytes or fewer.
+    """Returns the number of values in each part of a gradient of `count` values; a part has about `most` bytes or fewer, 0 for no limit.
 
-    Args:
-        count: The number of values in the gradient.
-        granularity: Parts begin at multiples of this number of values; 0 means that the gradient is not split.
-        most: Bytes of a part; 0 means no limit.
+    Parts begin at multiples of `granularity` values; 0 means that the gradient is not split.
     """
     if not (granularity and most) or count * _BYTES <= most:
         return [count]
@@ -59,7 +53,9 @@ def join(parts: Sequence[tf.Tensor], shape: tuple[int, ...]) -> tf.Tensor:
 
 def split_state(state: tuple[tf.Tensor, ...], counts: Sequence[int]) -> list[tuple[tf.Tensor, ...]]:
     """Splits the state of a gradient; returns the state of each part."""
-    return list(zip(*(split(tensor, counts) for tensor in state), strict=True)) if state else [()] * len(counts)
+    if not state:
+        return [()] * len(counts)
+    return list(zip(*(split(tensor, counts) for tensor in state), strict=True))
 
 
 def join_results(

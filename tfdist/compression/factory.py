@@ -6,6 +6,7 @@ import dataclasses
 from typing import Any
 
 from tfdist.compression.base import Compressor
+from tfdist.compression.candidates import AUTOMATIC, Candidates
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.warmup import Warmup
 from tfdist.config import CompressionConfig
@@ -37,17 +38,21 @@ def create(compression: Any) -> Any:
             "compression must be a name, a CompressionConfig, a compressor or None. "
             f"Received: {type(compression).__name__}."
         )
-    if faults := list(config.faults()):
+    faults = list(config.faults())
+    if faults:
         raise ConfigError(faults)
     if config.name == "none":
         return None
-    cls = config.compressor_class()
     arguments = config.all_options()
-    wrapper_options = {
-        name: arguments.pop(name) for name in arguments.keys() - {field.name for field in dataclasses.fields(cls)}
-    }
+    if config.name == "auto":
+        return Candidates(AUTOMATIC, **arguments)
+    cls = config.compressor_class()
+    own_names = {field.name for field in dataclasses.fields(cls)}
+    wrapper_options = {name: arguments.pop(name) for name in arguments.keys() - own_names}
     compressor = cls(**arguments)
     if wrapper_options.get("use_error_feedback"):
         compressor = ErrorFeedback(compressor)
     steps = wrapper_options.get("start_powerSGD_iter") or wrapper_options.get("warmup_steps")
-    return Warmup(compressor, steps) if steps else compressor
+    if steps:
+        compressor = Warmup(compressor, steps)
+    return Candidates((compressor,), guard=True) if wrapper_options.get("guard") else compressor

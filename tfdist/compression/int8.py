@@ -19,7 +19,8 @@ _Blocks = Generator[Any, Any, tuple[list[tf.Tensor], list[tf.Tensor]]]
 _LANES = 4  # 8-bit values in an int32
 _LEVELS = 127
 _SMALLEST = 2.0**-113  # blocks with a smaller maximum are sent as zeros: the inverse of their scale would overflow
-_SCALE_MASK, _NAN = ~0x7F, 0x7FC00000  # a mask of a float32's bits, and the bits of NaN
+_SCALE_MASK = ~0x7F  # the bits of a float32 that a scale keeps
+_NAN = 0x7FC00000  # the bits of a float32
 
 
 class _Int8RowCodec(RowCodec):
@@ -62,20 +63,14 @@ class Int8(Int8Options, Compressor):
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         exchange = self._two_shot if self.transport == "two_shot" else self._sum
-        results = yield from exchange([self._blocks(value) for value in values], member)
-        totals, sent = (
-            [
-                tf.reshape(tf.reshape(b, [-1])[: v.shape.num_elements()], v.shape)
-                for b, v in zip(blocks, values, strict=True)
-            ]
-            for blocks in results
-        )
-        return ReduceResult(totals, sent, list(states))
+        totals, sent = yield from exchange([self._blocks(value) for value in values], member)
+        return ReduceResult(list(map(_values, totals, values)), list(map(_values, sent, values)), list(states))
 
     def _blocks(self, value: tf.Tensor) -> tf.Tensor:
         """Returns `[blocks, block]`; the last block is padded with zeros."""
         numbers = tf.reshape(value, [-1])
-        if padding := -numbers.shape[0] % self.block:
+        padding = -numbers.shape[0] % self.block
+        if padding:
             numbers = tf.pad(numbers, [[0, padding]])
         return tf.reshape(numbers, [-1, self.block])
 
@@ -83,16 +78,19 @@ class Int8(Int8Options, Compressor):
         packed = [_pack(blocks) for blocks in values]
         counts = [blocks.shape[0] for blocks in values]
         padding = -sum(counts) % member.size
-        rows = tf.reshape(tf.pad(tf.concat(packed, 0), [[0, padding], [0, 0]]), [member.size, -1, packed[0].shape[1]])
+        rows = tf.pad(tf.concat(packed, 0), [[0, padding], [0, 0]])
+        rows = tf.reshape(rows, [member.size, -1, packed[0].shape[1]])
         received = yield AllToAll(rows)
         rounded = _sum_and_pack(received)
-        total = tf.reshape((yield AllGather(rounded)), [-1, rounded.shape[1]])
+        gathered = yield AllGather(rounded)
+        totals = _unpack(tf.reshape(gathered, [-1, rounded.shape[1]]))
         # A separate compiled function, so that TensorFlow prunes it from graphs that do not use the contributions.
         sent = _contribution(rows, _error(received, rounded), tf.one_hot(member.rank, member.size))
-        totals = _unpack(total)
-        return tuple(
-            tf.split(tf.reshape(tensor, [-1, self.block]), [*counts, padding])[:-1] for tensor in (totals, sent)
-        )
+
+        def of_values(blocks: tf.Tensor) -> list[tf.Tensor]:
+            return tf.split(tf.reshape(blocks, [-1, self.block]), [*counts, padding])[:-1]
+
+        return of_values(totals), of_values(sent)
 
     def _sum(self, values: Sequence[tf.Tensor], member: RankContext) -> _Blocks:
         # Each lane holds the sum of all ranks' levels, 0 to 254, so that no lane carries into the next one.
@@ -105,11 +103,16 @@ class Int8(Int8Options, Compressor):
         scales = [x / levels for x in largest]
         rounded = [tf.round(blocks * _inverse(scale)) for blocks, scale in zip(values, scales, strict=True)]
         lanes = yield AllReduce([_lanes(tf.cast(x + levels, tf.uint8)) for x in rounded])
-        totals = [tf.reshape(tf.bitcast(x, tf.uint8), [-1, self.block]) for x in lanes]
-        return (
-            [(tf.cast(t, tf.float32) - levels * member.size) * s for t, s in zip(totals, scales, strict=True)],
-            [x * scale for x, scale in zip(rounded, scales, strict=True)],
-        )
+        totals = []
+        for packed, scale in zip(lanes, scales, strict=True):
+            total = tf.reshape(tf.bitcast(packed, tf.uint8), [-1, self.block])
+            totals.append((tf.cast(total, tf.float32) - levels * member.size) * scale)
+        return totals, [x * scale for x, scale in zip(rounded, scales, strict=True)]
+
+
+def _values(blocks: tf.Tensor, value: tf.Tensor) -> tf.Tensor:
+    """Returns the numbers of blocks, without the padding, in the shape of `value`."""
+    return tf.reshape(tf.reshape(blocks, [-1])[: value.shape.num_elements()], value.shape)
 
 
 def _pack_blocks(numbers: tf.Tensor) -> tf.Tensor:

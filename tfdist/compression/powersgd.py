@@ -33,7 +33,9 @@ class PowerSGD(PowerSGDOptions, Compressor):
 
     def state_specs(self, shape: tuple[int, ...]) -> tuple[StateSpec, ...]:
         q_shape = self._q_shape(shape)
-        return (StateSpec("q", q_shape, True, self._random),) if q_shape and self.warm_start else ()
+        if q_shape is None or not self.warm_start:
+            return ()
+        return (StateSpec("q", q_shape, shared=True, initial=self._random),)
 
     def _q_shape(self, shape: Sequence[int]) -> tuple[int, int] | None:
         """Returns the shape of Q, or None if the gradient is not compressed."""
@@ -54,18 +56,19 @@ class PowerSGD(PowerSGDOptions, Compressor):
         compressible = [index for index, shape in enumerate(q_shapes) if shape]
         uncompressed = [index for index, shape in enumerate(q_shapes) if not shape]
         matrices = [tf.reshape(values[index], [-1, values[index].shape[-1]]) for index in compressible]
-        previous_q = [
-            states[index][0] if self.warm_start else self._random(q_shapes[index] or (), index, member.step)
-            for index in compressible
-        ]
-        sums = yield AllReduce(
-            [values[p] for p in uncompressed] + [m @ q for m, q in zip(matrices, previous_q, strict=True)]
-        )
+        if self.warm_start:
+            previous_q = [states[index][0] for index in compressible]
+        else:
+            previous_q = [self._random(q_shapes[index] or (), index, member.step) for index in compressible]
+        products = [m @ q for m, q in zip(matrices, previous_q, strict=True)]
+        sums = yield AllReduce([values[index] for index in uncompressed] + products)
         p_matrices = self._orthogonal(sums[len(uncompressed) :])
         local_q = [tf.matmul(m, p, transpose_a=True) for m, p in zip(matrices, p_matrices, strict=True)]
         q_matrices = yield AllReduce(local_q)
 
-        totals, contributions, new_states = list(values), list(values), list(states)
+        totals = list(values)
+        contributions = list(values)
+        new_states = list(states)
         for index, total in zip(uncompressed, sums, strict=False):
             totals[index] = total
         for index, p, q, rank_q, old in zip(compressible, p_matrices, q_matrices, local_q, previous_q, strict=True):
@@ -92,15 +95,15 @@ class PowerSGD(PowerSGDOptions, Compressor):
             stacked = tf.math.divide_no_nan(stacked, tf.reduce_max(tf.abs(stacked), [1, 2], keepdims=True))
             done = stacked[:, :, :0]
             for number in range(shape[1]):
-                original = column = stacked[:, :, number : number + 1]
-                for _ in range(2 if number else 0):
-                    parts = tf.reduce_sum(done * column, 1, keepdims=True)
-                    column -= tf.reduce_sum(done * parts, 2, keepdims=True)
-                length, original_length = (tf.norm(vectors, axis=1, keepdims=True) for vectors in (column, original))
-                column = tf.where(
-                    length <= _ROUNDING * original_length, 0.0, column / (length + self.orthogonalization_epsilon)
-                )
-                done = tf.concat([done, column], 2)
+                column = stacked[:, :, number : number + 1]
+                original_length = tf.norm(column, axis=1, keepdims=True)
+                if number:
+                    for _ in range(2):
+                        parts = tf.reduce_sum(done * column, 1, keepdims=True)
+                        column -= tf.reduce_sum(done * parts, 2, keepdims=True)
+                length = tf.norm(column, axis=1, keepdims=True)
+                unit = column / (length + self.orthogonalization_epsilon)
+                done = tf.concat([done, tf.where(length <= _ROUNDING * original_length, 0.0, unit)], 2)
             for index, result in zip(indices, tf.unstack(done), strict=True):
                 results[index] = result
         return results

@@ -41,24 +41,21 @@ class TopK(TopKOptions, Compressor):
         self, values: Sequence[tf.Tensor], states: Sequence[tuple[tf.Tensor, ...]], member: RankContext
     ) -> Exchange:
         numbers = [tf.reshape(value, [-1]) for value in values]
-        indices, num_selected = zip(*(self._choose(v, member.step) for v in numbers), strict=True)
-        selected = [
-            tf.where(tf.range(p.shape[0]) < f, tf.gather(n, p), 0)
-            for n, p, f in zip(numbers, indices, num_selected, strict=True)
-        ]
+        indices = []
+        selected = []
+        for vector in numbers:
+            chosen, num_valid = self._choose(vector, member.step)
+            indices.append(chosen)
+            # All ranks send k values: zeros in place of missing ones change no sum.
+            selected.append(tf.where(tf.range(chosen.shape[0]) < num_valid, tf.gather(vector, chosen), 0))
         message = tf.stack([tf.concat(indices, 0), tf.bitcast(tf.concat(selected, 0), tf.int32)])
         gathered = yield AllGather(message)
         sizes = [v.shape[0] for v in indices]
         all_indices = tf.split(gathered[:, 0], sizes, 1)
         all_values = tf.split(tf.bitcast(gathered[:, 1], tf.float32), sizes, 1)
-        return ReduceResult(
-            [_scatter(p, n, value) for p, n, value in zip(all_indices, all_values, values, strict=True)],
-            [
-                _scatter(p[tf.newaxis], n[tf.newaxis], value)
-                for p, n, value in zip(indices, selected, values, strict=True)
-            ],
-            list(states),
-        )
+        sums = list(map(_scatter, all_indices, all_values, values))
+        sent = [_scatter(i[tf.newaxis], s[tf.newaxis], v) for i, s, v in zip(indices, selected, values, strict=True)]
+        return ReduceResult(sums, sent, list(states))
 
     def _choose(self, numbers: tf.Tensor, step: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns `[k]` int32 indices, and the number of valid ones."""

@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.collectives.requests import Cond, Exchange, RankContext
 from tfdist.compression.base import NONE
 from tfdist.compression.wrapper import Wrapper
-from tfdist.config.options import option
+from tfdist.config.constraints import option
 
 
 @dataclasses.dataclass(frozen=True)

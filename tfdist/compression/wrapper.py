@@ -17,14 +17,14 @@ class Wrapper(Compressor):
     def __post_init__(self) -> None:
         """Validates the arguments; the wrapped compressor must not choose by variable name."""
         super().__post_init__()
-        if (
-            not isinstance(self.compressor, Compressor)
-            or type(self.compressor).for_variable is not Compressor.for_variable
-        ):
-            inner = self.compressor.description if isinstance(self.compressor, Compressor) else repr(self.compressor)
-            raise ConfigError(
-                f"{type(self).__name__} goes around a compressor, and inside of PerVariable. Received: {inner}."
-            )
+        inner = repr(self.compressor)
+        if isinstance(self.compressor, Compressor):
+            if type(self.compressor).for_variable is Compressor.for_variable:
+                return
+            inner = self.compressor.description
+        raise ConfigError(
+            f"{type(self).__name__} goes around a compressor, and inside of PerVariable. Received: {inner}."
+        )
 
     @property
     def row_codec(self) -> RowCodec:

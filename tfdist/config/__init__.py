@@ -7,7 +7,7 @@ from tfdist.config.export import ExportConfig
 from tfdist.config.monitoring import MonitoringConfig
 from tfdist.config.optimizer import OptimizerConfig
 from tfdist.config.schedule import ScheduleConfig
-from tfdist.config.strategy import StrategyConfig
+from tfdist.config.strategy import Outer, StrategyConfig
 from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits
 from tfdist.config.train import TrainConfig
 
@@ -20,6 +20,7 @@ __all__ = [
     "ExportConfig",
     "MonitoringConfig",
     "OptimizerConfig",
+    "Outer",
     "ScheduleConfig",
     "StrategyConfig",
     "StrategyTraits",

@@ -8,50 +8,12 @@ import os
 import stat
 from collections.abc import Iterator
 
-from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, Range
+from tfdist.config.constraints import MOST_SECONDS, at_least, between, checked, matches, option
 from tfdist.errors import format_value
-from tfdist.runtime.storage import faults as url_faults
-from tfdist.runtime.storage import is_url
+from tfdist.runtime.folders.storage import faults as url_faults
+from tfdist.runtime.folders.storage import is_url
 
-_MOST_DIGITS = 15
-
-
-@dataclasses.dataclass
-class BackupConfig:
-    """Schedule and folder of the backups of a training run; see `tfdist.BackupAndRestore`.
-
-    Attributes:
-        save_freq: When to save: `"epoch"` (at the end of each epoch), a number of steps between backups (`"100"`), or `"never"`.
-        save_every_seconds: Also save when this many seconds have passed since the last backup; 0 means never.
-        dir: The folder of the backups, shared by all tasks: a path, or a URL such as `s3://bucket/run`. Empty means `backup` in the work directory.
-        keep: Number of backups to keep.
-        delete_checkpoint: Whether to remove the backups once all results are written.
-        save_before_preemption: Whether all tasks save, and exit with code 75, when any task receives SIGTERM.
-
-    Examples:
-        >>> from tfdist.config import BackupConfig
-        >>> BackupConfig(save_freq="100").save_freq
-        '100'
-    """
-
-    save_freq: str = "epoch"
-    save_every_seconds: float = 0.0
-    dir: str = ""
-    keep: int = 2
-    delete_checkpoint: bool = True
-    save_before_preemption: bool = True
-
-    def faults(self) -> Iterator[str]:
-        """Yields the errors in the values."""
-        if self.save_freq not in ("epoch", "never") and not (
-            self.save_freq.isascii()
-            and self.save_freq.isdecimal()
-            and 0 < len(self.save_freq.strip("0")) <= _MOST_DIGITS
-        ):
-            yield f"backup.save_freq must be 'epoch', 'never' or a number of steps, 1 or more. Received: {format_value(self.save_freq)}."
-        yield from Range(0, MOST_SECONDS, off=True).faults("backup.save_every_seconds", self.save_every_seconds)
-        yield from Range(1, MOST_STEPS).faults("backup.keep", self.keep)
-        yield from folder_faults("backup.dir", self.dir)
+_SAVE_FREQ = matches("'epoch', 'never' or a number of steps, 1 or more", "epoch|never|0{0,9}[1-9][0-9]{0,14}")
 
 
 def folder_faults(field: str, path: str) -> Iterator[str]:
@@ -79,3 +41,29 @@ def folder_faults(field: str, path: str) -> Iterator[str]:
             yield f"{field} must be a folder, and {format_value(path)} is a link to a folder that does not exist."
         elif e.errno == errno.ENOTDIR:
             yield f"{field} must be a folder, and a parent folder of it is a file. Received: {format_value(path)}."
+
+
+@dataclasses.dataclass
+class BackupConfig:
+    """Schedule and folder of the backups of a training run; see `tfdist.BackupAndRestore`.
+
+    Attributes:
+        save_freq: When to save: `"epoch"` (at the end of each epoch), a number of steps between backups (`"100"`), or `"never"`.
+        save_every_seconds: Also save when this many seconds have passed since the last backup; 0 means never.
+        dir: The folder of the backups, shared by all tasks: a path, or a URL such as `s3://bucket/run`. Empty means `backup` in the work directory.
+        keep: Number of backups to keep.
+        delete_checkpoint: Whether to remove the backups once all results are written.
+        save_before_preemption: Whether all tasks save, and exit with code 75, when any task receives SIGTERM.
+
+    Examples:
+        >>> from tfdist.config import BackupConfig
+        >>> BackupConfig(save_freq="100").save_freq
+        '100'
+    """
+
+    save_freq: str = option("epoch", *_SAVE_FREQ)
+    save_every_seconds: float = option(0.0, *between(0, MOST_SECONDS, off=True))
+    dir: str = checked("", folder_faults)
+    keep: int = option(2, *at_least(1))
+    delete_checkpoint: bool = True
+    save_before_preemption: bool = True

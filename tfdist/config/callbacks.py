@@ -8,48 +8,45 @@ from __future__ import annotations
 import ast
 import os
 import string
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 from tfdist.config import registry
-from tfdist.config.ranges import MOST_STEPS, Range
+from tfdist.config.constraints import Constraint, at_least, between
 from tfdist.errors import ConfigError, collect_errors, describe_error, format_value, unknown_name_message
 
-_Check = tuple[str, Callable[[Any], bool]]  # the requirement, for messages, and the function that checks it
+
+def _of_type(what: str, types: tuple[type, ...], number: Constraint) -> Constraint:
+    expected, holds = number
+    return f"{what}, {expected}", lambda value: type(value) in types and holds(value)
 
 
-def _number(allowed: Range, expected: str = "", optional: bool = False) -> _Check:
-    def holds(value: Any) -> bool:
-        return (type(value) in (int, float) and value in allowed) or (optional and value is None)
-
-    return expected or f"a number, {allowed}", holds
+def _is_finite(value: Any) -> bool:
+    return type(value) in (int, float) and -1e30 <= value <= 1e30
 
 
-def _count(least: int = 0) -> _Check:
-    allowed = Range(least, MOST_STEPS)
-    return f"a whole number, {allowed}", lambda value: type(value) is int and value in allowed
-
-
-_BOOL: _Check = "True or False", lambda value: type(value) is bool
-_TEXT: _Check = "a text", lambda value: isinstance(value, str) and bool(value.strip())
-_FINITE = _number(Range(-1e30, 1e30), "a finite number")
-_FINITE_OR_NONE = _number(Range(-1e30, 1e30), "a finite number or None", optional=True)
-_MODE: _Check = "one of: auto, min, max", lambda value: value in ("auto", "min", "max")
-_FREQ: _Check = "'epoch' or a number of steps, 1 or more", lambda value: value == "epoch" or _count(1)[1](value)
-_HEADERS: _Check = "None or a dict", lambda value: value is None or isinstance(value, dict)
-_CHARACTER: _Check = "one character", lambda value: isinstance(value, str) and len(value) == 1
-_MONITORS = {"monitor": _TEXT, "mode": _MODE, "verbose": _count()}
+_COUNT = _of_type("a whole number", (int,), at_least(0))
+_IS_STEPS = _of_type("a whole number", (int,), at_least(1))[1]
+_BOOL: Constraint = "True or False", lambda value: type(value) is bool
+_TEXT: Constraint = "a text", lambda value: isinstance(value, str) and bool(value.strip())
+_FINITE: Constraint = "a finite number", _is_finite
+_FINITE_OR_NONE: Constraint = "a finite number or None", lambda value: value is None or _is_finite(value)
+_MODE: Constraint = "one of: auto, min, max", lambda value: value in ("auto", "min", "max")
+_FREQ: Constraint = "'epoch' or a number of steps, 1 or more", lambda value: value == "epoch" or _IS_STEPS(value)
+_HEADERS: Constraint = "None or a dict", lambda value: value is None or isinstance(value, dict)
+_CHARACTER: Constraint = "one character", lambda value: isinstance(value, str) and len(value) == 1
+_MONITORS = {"monitor": _TEXT, "mode": _MODE, "verbose": _COUNT}
 # Keras' callbacks whose arguments are numbers and texts, without those that have their own config field. The checks cover what
 # Keras does not check, or checks only after an epoch.
-CALLBACKS: dict[str, dict[str, _Check]] = {
+CALLBACKS: dict[str, dict[str, Constraint]] = {
     "CSVLogger": {"filename": _TEXT, "separator": _CHARACTER, "append": _BOOL},
     "EarlyStopping": {
         **_MONITORS,
         "min_delta": _FINITE,
-        "patience": _count(),
+        "patience": _COUNT,
         "baseline": _FINITE_OR_NONE,
         "restore_best_weights": _BOOL,
-        "start_from_epoch": _count(),
+        "start_from_epoch": _COUNT,
     },
     "ModelCheckpoint": {
         **_MONITORS,
@@ -61,25 +58,23 @@ CALLBACKS: dict[str, dict[str, _Check]] = {
     },
     "ReduceLROnPlateau": {
         **_MONITORS,
-        "factor": _number(Range(1e-30, 0.9999999)),
-        "patience": _count(),
+        "factor": _of_type("a number", (int, float), between(1e-30, 0.9999999)),
+        "patience": _COUNT,
         "min_delta": _FINITE,
-        "cooldown": _count(),
-        "min_lr": _number(Range(0, 1e6)),
+        "cooldown": _COUNT,
+        "min_lr": _of_type("a number", (int, float), between(0, 1e6)),
     },
     "RemoteMonitor": {"root": _TEXT, "path": _TEXT, "field": _TEXT, "headers": _HEADERS, "send_as_json": _BOOL},
     "SwapEMAWeights": {"swap_on_epoch": _BOOL},
     "TerminateOnNaN": {"raise_error": _BOOL},
 }
 _LONGEST_NAME = 255
-_REQUIRED = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}
+# The argument that a callback needs, and an example.
+_REQUIRED = {"CSVLogger": ("filename", "log.csv"), "ModelCheckpoint": ("filepath", "best.keras")}
 
 
 def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
-    """Returns the names of the callbacks, each with its arguments.
-
-    Args:
-        text: The field's value.
+    """Returns the names of the callbacks in the field's value, each with its arguments.
 
     Raises:
         ConfigError: The text does not have the form of the module's example, or a name or argument of a Keras callback is unknown.
@@ -94,19 +89,13 @@ def parse(text: str) -> list[tuple[str, dict[str, Any]]]:
     return parsed
 
 
-def faults(text: str) -> Iterator[str]:
-    """Yields a message for each error of the field that can be detected before TensorFlow is loaded."""
-    try:
-        parse(text)
-    except ConfigError as e:
-        yield from e.faults
-
-
 def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
     name, bracket, arguments_text = text.partition("(")
     name = name.strip()
     try:
-        call = ast.parse(f"f({arguments_text}" if bracket else "f()", mode="eval").body
+        # Only the arguments are parsed, as those of a call of `f`: the name may be `package.module:function`.
+        text_of_call = f"f({arguments_text}" if bracket else "f()"
+        call = ast.parse(text_of_call, mode="eval").body
         if not isinstance(call, ast.Call) or call.args or not isinstance(call.func, ast.Name):
             raise ValueError
         arguments = {str(keyword.arg): _value(keyword.value) for keyword in call.keywords}
@@ -122,7 +111,8 @@ def _parse_one(text: str) -> tuple[str, dict[str, Any]]:
         return name, arguments
     if name not in CALLBACKS:
         raise ConfigError(unknown_name_message("callback", name, [*CALLBACKS, "package.module:function"]))
-    if faults := list(_argument_faults(name, arguments)):
+    faults = list(_argument_faults(name, arguments))
+    if faults:
         raise ConfigError(faults)
     return name, arguments
 
@@ -133,44 +123,56 @@ def _argument_faults(name: str, arguments: dict[str, Any]) -> Iterator[str]:
     for argument, value in arguments.items():
         if argument not in CALLBACKS[name]:
             yield unknown_name_message(f"argument of callback {name}", argument, CALLBACKS[name])
-        elif not CALLBACKS[name][argument][1](value):
+            continue
+        expected, holds = CALLBACKS[name][argument]
+        if not holds(value):
             wrong = True
-            yield f"callbacks: {argument} of {name} must be {CALLBACKS[name][argument][0]}. Received: {format_value(value)}."
-    path = _REQUIRED.get(name)
-    if wrong or not path:
+            yield f"callbacks: {argument} of {name} must be {expected}. Received: {format_value(value)}."
+    if wrong or name not in _REQUIRED:
         return
+    path, example = _REQUIRED[name]
     if path not in arguments:
-        yield f"callbacks: {name} needs {path}, such as {name}({path}={('log.csv' if path == 'filename' else 'best.keras')!r})."
-    elif name == "ModelCheckpoint":
+        yield f"callbacks: {name} needs {path}, such as {name}({path}={example!r})."
+        return
+    if name == "ModelCheckpoint":
         yield from _checkpoint_faults(arguments)
-    elif why := why_no_file(arguments[path]):
+        return
+    why = why_no_file(arguments[path])
+    if why:
         yield f"callbacks: {path} of {name} must be a file that can be written. Received: {format_value(arguments[path])} ({why})."
 
 
 def _checkpoint_faults(arguments: dict[str, Any]) -> Iterator[str]:
-    path, weights = arguments["filepath"], arguments.get("save_weights_only", False)
+    path = arguments["filepath"]
+    weights = arguments.get("save_weights_only", False)
     ends = (".weights.h5",) if weights else (".keras", ".h5")
     received = f"Received: {format_value(path)}"
     if not path.endswith(ends):
-        condition = f" with save_weights_only={weights}" if "save_weights_only" in arguments else ""
+        condition = ""
+        if "save_weights_only" in arguments:
+            condition = f" with save_weights_only={weights}"
         yield f"callbacks: filepath of ModelCheckpoint must end in {' or '.join(ends)}{condition}. {received}."
         return
     try:
         names = placeholders(path)
         # Format the path as Keras does: epochs and batches count from 1, and metrics are floats.
-        written = path.format(**{name: 1 if name in ("epoch", "batch") else 0.5 for name in names})
+        written = path.format(**{**dict.fromkeys(names, 0.5), "epoch": 1, "batch": 1})
     except (ValueError, KeyError, IndexError, AttributeError, TypeError, MemoryError) as e:  # {epoch:99999999999}
         yield (
             "callbacks: filepath of ModelCheckpoint must be a text in which {epoch:02d}, {batch} or a metric such as {val_loss:.2f} are "
             f"filled in. {received} ({describe_error(e)})."
         )
         return
-    freq = arguments.get("save_freq", "epoch")
-    unknown = [name for name in names if (name == "batch" if freq == "epoch" else name.startswith("val_"))]
+    if arguments.get("save_freq", "epoch") == "epoch":
+        when = "after an epoch"
+        unknown = [name for name in names if name == "batch"]
+    else:
+        when = "after a batch"
+        unknown = [name for name in names if name.startswith("val_")]
     if unknown:
-        when = "after an epoch" if freq == "epoch" else "after a batch"
         yield f"callbacks: filepath of ModelCheckpoint has {{{unknown[0]}}}, which is not known {when}; see save_freq. {received}."
-    if why := why_no_file(written):
+    why = why_no_file(written)
+    if why:
         yield f"callbacks: filepath of ModelCheckpoint must be a file that can be written. {received} ({why})."
 
 
@@ -189,29 +191,27 @@ def why_no_file(path: str) -> str:
         return "a path has no lone surrogates"
     if len(os.fsencode(os.path.basename(path))) > _LONGEST_NAME:
         return f"a file's name has at most {_LONGEST_NAME} bytes"
-    return "it is a folder" if os.path.isdir(path) else ""
+    if os.path.isdir(path):
+        return "it is a folder"
+    return ""
 
 
 def monitored(text: str) -> Iterator[tuple[str, str]]:
-    """Yields the name and the metric of each Keras callback that follows a metric.
-
-    Args:
-        text: The field's value, which must be valid.
-    """
+    """Yields the name and the metric of each Keras callback that follows a metric. `text` is the field's value, which must be valid."""
     for name, arguments in parse(text):
         follows = name != "ModelCheckpoint" or arguments.get("save_best_only") or "monitor" in arguments
         if "monitor" in CALLBACKS.get(name, ()) and follows:
             yield name, arguments.get("monitor", "val_loss")
         if name == "ModelCheckpoint":
-            yield from (
-                (name, placeholder)
-                for placeholder in placeholders(arguments["filepath"])
-                if placeholder not in ("epoch", "batch")
-            )
+            for placeholder in placeholders(arguments["filepath"]):
+                if placeholder not in ("epoch", "batch"):
+                    yield name, placeholder
 
 
 def _value(node: ast.expr) -> Any:
-    return node.id if isinstance(node, ast.Name) else ast.literal_eval(node)
+    if isinstance(node, ast.Name):
+        return node.id
+    return ast.literal_eval(node)
 
 
 def resolve(name: str) -> Any:

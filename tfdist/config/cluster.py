@@ -6,7 +6,7 @@ import dataclasses
 import re
 from typing import Any, NamedTuple
 
-from tfdist.config.ranges import MOST_TASKS
+from tfdist.config.constraints import MOST_SECONDS, MOST_TASKS, Constraint, between, option, parsed
 from tfdist.errors import ConfigError, format_value
 
 
@@ -25,19 +25,20 @@ class WorkerRange(NamedTuple):
 def worker_range(value: int | str, name: str = "cluster.workers") -> WorkerRange:
     """Returns the range of a number of workers, such as 4, or of a text `MIN:MAX`, such as `"1:4"`.
 
-    Args:
-        value: The number or the text.
-        name: The name of the field or flag, for the error.
-
-    Raises:
-        ConfigError: The value is neither.
+    `name` is the field or flag, for the error. Raises ConfigError if the value is neither.
     """
     match = re.fullmatch(r"(?:([0-9]{1,9}):)?([0-9]{1,9})", str(value))
-    most = int(match[2]) if match else 0
-    fewest = int(match[1] or most) if match else 0
+    fewest = 0
+    most = 0
+    if match:
+        most = int(match[2])
+        fewest = int(match[1] or most)
     if not 1 <= fewest <= most <= MOST_TASKS:
         raise ConfigError(f"{name} must be 1 to {MOST_TASKS}, or MIN:MAX as 1:4. Received: {format_value(value)}.")
     return WorkerRange(fewest, most)
+
+
+_ZERO_OR_ONE: Constraint = ("0 or 1", (0, 1).__contains__)
 
 
 @dataclasses.dataclass
@@ -59,6 +60,9 @@ class ClusterConfig:
             `hostfile` names a file in place of `hosts`, with a line `host slots=2` for each host.
         task: This process's task, as `worker:1`; empty means the task of this host.
         warm: 1 starts tasks on this machine's CPUs by a fork of a process that has imported TensorFlow; 0 starts new processes.
+        ray: The address of a Ray cluster on whose nodes the tasks start, or `"auto"` for that of the environment (docs/ray.md). Empty means
+            this machine.
+        cpus_per_worker: CPUs that each worker takes from the Ray cluster. `gpus_per_worker` are the GPUs.
 
     Examples:
         >>> from tfdist.config import ClusterConfig
@@ -66,21 +70,28 @@ class ClusterConfig:
         2
     """
 
-    workers: int | str = 1
-    ps: int = 0
-    evaluator: int = 0
+    workers: int | str = parsed(1, lambda name, workers: worker_range(workers, name))
+    ps: int = option(0, *between(0, MOST_TASKS))
+    evaluator: int = option(0, *_ZERO_OR_ONE)
     source: str = "auto"
     hosts: str = ""
     ps_hosts: str = ""
     hostfile: str = ""
     task: str = ""
-    warm: int = 1
-    join_seconds: float = 30.0
+    warm: int = option(1, *_ZERO_OR_ONE)
+    join_seconds: float = option(30.0, *between(0, MOST_SECONDS))
+    ray: str = ""
+    cpus_per_worker: float = option(1.0, *between(0, MOST_TASKS))
+    gpus_per_worker: float = option(0.0, *between(0, MOST_TASKS))
 
     @property
     def starts_tasks(self) -> bool:
-        """Returns whether tasks must be started on this machine, besides this process."""
-        return worker_range(self.workers).most > 1 or self.ps > 0 or self.evaluator > 0
+        """Returns whether tasks must be started, besides this process."""
+        return worker_range(self.workers).most > 1 or self.ps > 0 or self.evaluator > 0 or bool(self.ray)
+
+    def ray_resources(self) -> dict[str, float]:
+        """Returns the resources of each worker on a Ray cluster, by Ray's names."""
+        return {"CPU": self.cpus_per_worker, "GPU": self.gpus_per_worker}
 
     def resolver_arguments(self) -> dict[str, Any]:
         """Returns the arguments of `discovery.resolve`."""
@@ -88,7 +99,7 @@ class ClusterConfig:
         return {name: value for name, value in values.items() if name not in _OF_LAUNCHER}
 
 
-_OF_LAUNCHER = ("workers", "evaluator", "join_seconds", "warm")
+_OF_LAUNCHER = ("workers", "evaluator", "join_seconds", "warm", "ray", "cpus_per_worker", "gpus_per_worker")
 FLAGS = {
     "hosts": "The training tasks' addresses, as host1:2222,host2:2222.",
     "ps_hosts": "The parameter servers' addresses; the first of `hosts` is then the chief.",

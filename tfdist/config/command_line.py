@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import os
 import re
 from collections.abc import Iterator, Sequence
@@ -75,18 +76,17 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
         name, equals, value = argument.partition("=")
         known = re.sub(r"(?<=\w)-(?=\w)", "_", name)
         flag = known.lstrip("-")
-        if (
-            (positive := flag.removeprefix("no_")) != flag
-            and flag not in values
-            and positive in values
-            and values[positive].boolean
-        ):
-            known, flag = f"--no{positive}", f"no{positive}"
+        positive = flag.removeprefix("no_")
+        if positive != flag and flag not in values and positive in values and values[positive].boolean:
+            flag = f"no{positive}"
+            known = f"--{flag}"
         if argument == "--" or not (name.startswith("-") or values.is_gnu_getopt()):
             yield argument
             yield from following
         elif name in ("--flagfile", "-flagfile"):
-            path = os.path.expanduser((value if equals else next(following, "")).strip())
+            if not equals:
+                value = next(following, "")
+            path = os.path.expanduser(value.strip())
             if not path:
                 raise ConfigError("--flagfile has no value; write --flagfile=FILE.")
             yield from expand(values, _flags_in(path, within), (*within, path))
@@ -96,8 +96,9 @@ def expand(values: flags.FlagValues, arguments: Sequence[str], within: tuple[str
             yield argument
         else:
             yield known + equals + value
+            # The next word is the flag's value, even if it looks like a flag.
             if not equals and flag in values and not values[flag].boolean:
-                yield from (word for word in [next(following, None)] if word is not None)
+                yield from itertools.islice(following, 1)
 
 
 def _flags_in(path: str, within: tuple[str, ...]) -> list[str]:

@@ -3,27 +3,36 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tfdist.config import registry
-from tfdist.config.options import NamedOptions, option
-from tfdist.errors import ConfigError, describe_error
-
-_MOST = 2**31 - 1
-_Range = tuple[str, Callable[[Any], bool]]
-
-
-def _at_least(least: float) -> _Range:
-    return f"{least} to {_MOST}", lambda value: least <= value <= _MOST
-
-
-def _one_of(*names: str) -> _Range:
-    return f"one of: {', '.join(names)}", lambda value: value in names
+from tfdist.config.constraints import at_least, one_of, option
+from tfdist.config.options import NamedOptions
+from tfdist.errors import ConfigError, describe_error, format_value
 
 
 @dataclasses.dataclass(frozen=True)
-class WrapperOptions:
+class GuardOptions:
+    """The guard of a compressor.
+
+    Attributes:
+        guard: Whether every 100 updates one bucket of gradients is also summed exactly, to compare; `auto` then leaves a compressor
+            that loses too much, others log a warning.
+    """
+
+    guard: bool = option(False)
+
+
+@dataclasses.dataclass(frozen=True)
+class AutoOptions(GuardOptions):
+    """Options of `auto`."""
+
+    guard: bool = option(True)
+
+
+@dataclasses.dataclass(frozen=True)
+class WrapperOptions(GuardOptions):
     """Options of the wrappers around a compressor that a configuration names.
 
     Attributes:
@@ -32,7 +41,7 @@ class WrapperOptions:
     """
 
     use_error_feedback: bool = False
-    warmup_steps: int = option(0, *_at_least(0))
+    warmup_steps: int = option(0, *at_least(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,7 +56,7 @@ class Int8Options:
     block: int = option(
         256, "a power of two, 4 to 2**30", lambda block: 4 <= block <= 2**30 and not block & (block - 1)
     )
-    transport: str = option("two_shot", *_one_of("two_shot", "sum"))
+    transport: str = option("two_shot", *one_of("two_shot", "sum"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -64,15 +73,15 @@ class PowerSGDOptions:
         random_seed: Seed of the first matrices of `powersgd`.
     """
 
-    matrix_approximation_rank: int = option(4, *_at_least(1))
-    min_compression_rate: float = option(2.0, *_at_least(0))
+    matrix_approximation_rank: int = option(4, *at_least(1))
+    min_compression_rate: float = option(2.0, *at_least(0))
     warm_start: bool = option(True)
-    orthogonalization_epsilon: float = option(1e-8, *_at_least(0))
-    random_seed: int = option(0, *_at_least(0))
+    orthogonalization_epsilon: float = option(1e-8, *at_least(0))
+    random_seed: int = option(0, *at_least(0))
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGDWrapperOptions:
+class PowerSGDWrapperOptions(GuardOptions):
     """Options of the wrappers around `powersgd`.
 
     Attributes:
@@ -80,7 +89,7 @@ class PowerSGDWrapperOptions:
     """
 
     use_error_feedback: bool = True
-    start_powerSGD_iter: int = option(1000, *_at_least(0))
+    start_powerSGD_iter: int = option(1000, *at_least(0))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -95,8 +104,8 @@ class TopKOptions:
     """
 
     compress_ratio: float = option(0.01, "more than 0, and at most 1", lambda ratio: 0 < ratio <= 1)
-    selection: str = option("sampled", *_one_of("sampled", "exact"))
-    samples: int = option(4096, *_at_least(1))
+    selection: str = option("sampled", *one_of("sampled", "exact"))
+    samples: int = option(4096, *at_least(1))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,9 +118,10 @@ class TopKWrapperOptions(WrapperOptions):
 # Compressor name to its class and the dataclasses of its options: those of the class, and those of its wrappers.
 COMPRESSORS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "none": ("tfdist.compression.base:NoCompression", ()),
-    "bf16": ("tfdist.compression.cast:BF16", ()),
-    "fp16": ("tfdist.compression.cast:FP16", ()),
-    "int8": ("tfdist.compression.int8:Int8", (Int8Options,)),
+    "auto": ("tfdist.compression.candidates:Candidates", (AutoOptions,)),
+    "bf16": ("tfdist.compression.cast:BF16", (GuardOptions,)),
+    "fp16": ("tfdist.compression.cast:FP16", (GuardOptions,)),
+    "int8": ("tfdist.compression.int8:Int8", (Int8Options, GuardOptions)),
     "powersgd": ("tfdist.compression.powersgd:PowerSGD", (PowerSGDOptions, PowerSGDWrapperOptions)),
     "topk": ("tfdist.compression.topk:TopK", (TopKOptions, TopKWrapperOptions)),
 }
@@ -132,7 +142,11 @@ class CompressionConfig(NamedOptions):
 
     WHAT: ClassVar = "compression"
     BUILT_IN: ClassVar = COMPRESSORS
-    DOCUMENTED_BY: ClassVar = (WrapperOptions, *(kind for _, kinds in COMPRESSORS.values() for kind in kinds))
+    DOCUMENTED_BY: ClassVar = (
+        GuardOptions,
+        WrapperOptions,
+        *(kind for _, kinds in COMPRESSORS.values() for kind in kinds),
+    )
 
     name: str = "none"
 
@@ -155,12 +169,17 @@ class CompressionConfig(NamedOptions):
         Raises:
             ConfigError: The compressor does not exist.
         """
-        known = COMPRESSORS.get(self.name)
-        kinds = known[1] if known else (WrapperOptions, self.compressor_class())
+        if self.name in COMPRESSORS:
+            _, kinds = COMPRESSORS[self.name]
+        else:
+            kinds = (WrapperOptions, self.compressor_class())
         return {field.name: field for kind in kinds for field in dataclasses.fields(kind) if field.init}
 
     def faults(self) -> Iterator[str]:
         """Yields the errors in the name and the options."""
+        if not isinstance(self.name, str):
+            yield f"compression.name must be str. Received: {format_value(self.name)}."
+            return
         try:
             faults = list(self.option_faults())
             if self.name not in COMPRESSORS and not faults:

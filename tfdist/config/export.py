@@ -7,7 +7,8 @@ import re
 from collections.abc import Iterator
 
 from tfdist.config.backup import folder_faults
-from tfdist.errors import ConfigError, format_value, unknown_name_message
+from tfdist.config.constraints import checked, choice
+from tfdist.errors import ConfigError, collect_errors, format_value, unknown_name_message
 
 MODES = ("auto", "min", "max")
 _FALL = ("loss", "error", "mse", "rmse", "mae", "mape", "msle", "crossentropy", "perplexity", "divergence")
@@ -31,27 +32,21 @@ class ExportConfig:
     """
 
     best: str = ""
-    mode: str = "auto"
+    mode: str = choice("auto", *MODES)
     final: bool = False
-    dir: str = ""
+    dir: str = checked("", folder_faults)
 
     def faults(self) -> Iterator[str]:
-        """Yields the errors in the values."""
-        try:
-            rises("export.best", self.best or "loss", "export.mode", self.mode)
-        except ConfigError as e:
-            yield from e.faults
-        yield from folder_faults("export.dir", self.dir)
+        """Yields the error of a metric whose better values `mode` does not tell."""
+        if self.best and self.mode == "auto":
+            faults: list[str] = []
+            with collect_errors(faults):
+                rises("export.best", self.best, "export.mode", self.mode)
+            yield from faults
 
 
 def rises(field: str, metric: str, mode_field: str, mode: str) -> bool:
-    """Returns whether a larger value of a metric is the better one.
-
-    Args:
-        field: The option with the metric's name, for the error.
-        metric: The metric's name.
-        mode_field: The option with the mode, for the error.
-        mode: One of `MODES`.
+    """Returns whether a larger value of a metric is the better one. `field` and `mode_field` are the options' names, for the error.
 
     Raises:
         ConfigError: The mode is unknown, or `auto` cannot infer it from the metric's name.
@@ -59,10 +54,13 @@ def rises(field: str, metric: str, mode_field: str, mode: str) -> bool:
     if mode not in MODES:
         raise ConfigError(unknown_name_message(mode_field, mode, MODES))
     words = set(re.split("[^a-z0-9]+", metric.lower()))
-    falls, rises = (any(word in words for word in known) for known in (_FALL, _RISE))
-    if mode == "auto" and falls == rises:
+    if mode != "auto":
+        return mode == "max"
+    falls = not words.isdisjoint(_FALL)
+    rises = not words.isdisjoint(_RISE)
+    if falls == rises:
         raise ConfigError(
             f"{mode_field} 'auto' cannot tell whether {field} shall fall or rise; set it to 'min' or 'max'. "
             f"Received: {format_value(metric)}."
         )
-    return rises if mode == "auto" else mode == "max"
+    return rises

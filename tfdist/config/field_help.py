@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import inspect
 import re
@@ -20,32 +19,24 @@ _HELP_WIDTH = 100
 def fields_help(config: TrainConfig, source: str) -> str:
     """Returns the part of `--help` that lists every field of the configuration, with its value and its description.
 
-    Args:
-        config: The configuration.
-        source: The source of the values, such as a preset's name, for the heading.
+    `source` names the source of the values, such as a preset, for the heading.
     """
     rows = [
         f"Fields of the configuration, with the values of {source} (--noconfig.FIELD is short for --config.FIELD=false):"
     ]
-    for path, value, about in _documented_fields(config, "config"):
+    for path, value, about in documented_fields(config, "config"):
         rows.append(f"  --{path}={value}")
         rows += textwrap.wrap(about, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(rows)
 
 
-def list_fields(config: Any, path: str) -> Iterator[tuple[str, Any]]:
-    """Yields the path and value of every field."""
-    for name, value, _ in _documented_fields(config, path):
-        yield name, value
-
-
-def _documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
+def documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:
     """Yields the path, value and description of every field."""
     descriptions = attribute_texts(type(config))
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _documented_fields(value, f"{path}.{field.name}")
+            yield from documented_fields(value, f"{path}.{field.name}")
         else:
             yield f"{path}.{field.name}", value, descriptions.get(field.name, "")
     if isinstance(config, NamedOptions):
@@ -63,21 +54,25 @@ def _documented_options(group: NamedOptions) -> Iterator[tuple[str, Any, str]]:
     defaults_of: dict[str, dict[str, Any]] = {}  # option -> {name that accepts it: its default}
     names = dict.fromkeys([group.name, *group.BUILT_IN])
     for name in names:
-        with contextlib.suppress(ConfigError, TypeError):  # the configured name may be misspelled
-            for option, field in type(group)(name).option_fields().items():
-                if field.default is not dataclasses.MISSING:
-                    defaults_of.setdefault(option, {})[name] = field.default
+        try:
+            fields = type(group)(name).option_fields()
+        except (ConfigError, TypeError):  # the configured name may be misspelled
+            continue
+        for option, field in fields.items():
+            if field.default is not dataclasses.MISSING:
+                defaults_of.setdefault(option, {})[name] = field.default
     for option, defaults in defaults_of.items():
         value = getattr(group, option, next(iter(defaults.values())))
         names_by_default: dict[str, list[str]] = {}
         for name, default in defaults.items():
             names_by_default.setdefault(str(default), []).append(name)
-        differ = len(names_by_default) > 1
-        accepted_by = "; ".join(
-            ", ".join(accepting) + f": {default}" * differ for default, accepting in names_by_default.items()
-        )
-        same_for_all = not differ and len(defaults) == len(names)
-        yield option, value, f"{descriptions.get(option, '')} {'' if same_for_all else f'For {accepted_by}.'}".strip()
+        text = descriptions.get(option, "")
+        if len(names_by_default) > 1:
+            accepted_by = [f"{', '.join(accepting)}: {default}" for default, accepting in names_by_default.items()]
+            text += f" For {'; '.join(accepted_by)}."
+        elif len(defaults) < len(names):
+            text += f" For {', '.join(defaults)}."
+        yield option, value, text.strip()
 
 
 def attribute_texts(cls: type) -> dict[str, str]:
@@ -86,7 +81,8 @@ def attribute_texts(cls: type) -> dict[str, str]:
     descriptions: dict[str, str] = {}
     name = ""
     for line in section.splitlines():
-        if entry := re.match(r" {4}(\w+): (.*)", line):
+        entry = re.match(r" {4}(\w+): (.*)", line)
+        if entry:
             name = entry[1]
             descriptions[name] = entry[2]
         elif line.startswith(" " * 8) and name:

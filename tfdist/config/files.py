@@ -19,8 +19,8 @@ from tfdist.config.options import NamedOptions, field_types, unknown_field
 from tfdist.config.presets import PRESETS
 from tfdist.config.train import TrainConfig
 from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
-from tfdist.runtime import storage
 from tfdist.runtime.files import read_file
+from tfdist.runtime.folders import storage
 
 
 def load(path: str) -> TrainConfig:
@@ -42,12 +42,16 @@ def load(path: str) -> TrainConfig:
         source = read_config(path)
     except (OSError, ValueError) as e:
         raise ConfigError(f"--config={path}: {getattr(e, 'strerror', None) or e}.") from None
-    return _of_json(path, source) if path.endswith(".json") else _of_program(path, source)
+    if path.endswith(".json"):
+        return _of_json(path, source)
+    return _of_program(path, source)
 
 
 def read_config(path: str) -> bytes:
     """Returns the content of a file at a path or a URL. Raises OSError, or ValueError if the file is too large."""
-    return storage.read(path) if storage.is_url(path) else read_file(path)
+    if storage.is_url(path):
+        return storage.read(path)
+    return read_file(path)
 
 
 def _of_program(path: str, source: bytes) -> TrainConfig:
@@ -88,9 +92,11 @@ def _of_json(path: str, source: bytes) -> TrainConfig:
             f"--config={path}: expected an object with the fields of a TrainConfig. Received: {format_value(values)}."
         )
     config = TrainConfig()
-    if isinstance(task := values.get("task"), str):
+    task = values.get("task")
+    if isinstance(task, str):
         config.choose_task(task)
-    if faults := list(_assign(config, values, "config")):
+    faults = list(_assign(config, values, "config"))
+    if faults:
         raise ConfigError([f"--config={path}: {fault}" for fault in faults])
     return config
 
@@ -103,11 +109,15 @@ def _assign(holder: Any, values: dict[str, Any], path: str) -> Iterator[str]:
     for name, value in values.items():
         if name not in types and not takes_any:
             yield unknown_field(f"{path}.{name}", holder, name)
-        elif dataclasses.is_dataclass(group := getattr(holder, name, None)) and isinstance(value, dict):
+            continue
+        group = getattr(holder, name, None)
+        if dataclasses.is_dataclass(group) and isinstance(value, dict):
             yield from _assign(group, value, f"{path}.{name}")
-        else:
-            wants = typing.get_origin(types.get(name)) or types.get(name)
-            setattr(holder, name, tuple(value) if wants is tuple and isinstance(value, list) else value)
+            continue
+        kind = types.get(name)
+        if isinstance(value, list) and tuple in (kind, typing.get_origin(kind)):  # JSON has no tuples
+            value = tuple(value)
+        setattr(holder, name, value)
 
 
 def _error_location(error: BaseException, path: str) -> tuple[str, str]:
@@ -116,14 +126,18 @@ def _error_location(error: BaseException, path: str) -> tuple[str, str]:
     if isinstance(error, SyntaxError) and error.lineno:
         frames.append((error.filename or "", error.lineno))
     line = next((f", line {line}" for name, line in reversed(frames) if name == path), "")
-    outside = frames[-1][0] not in (path, __file__)
-    return line, f" (raised at {frames[-1][0]}:{frames[-1][1]})" if outside else ""
+    raised_in, raised_at = frames[-1]
+    if raised_in in (path, __file__):
+        return line, ""
+    return line, f" (raised at {raised_in}:{raised_at})"
 
 
 def _nearest_field(text: str, namespace: dict[str, Any]) -> str:
     """Returns the nearest field's name if the error is about an argument that a dataclass does not have."""
     match = re.fullmatch(r"TypeError: (\w+)\.__init__\(\) got an unexpected keyword argument '(\w+)'", text)
-    kind = match and (namespace.get(match[1]) or getattr(config_lib, match[1], None))
-    if match is None or not dataclasses.is_dataclass(kind):
+    if match is None:
+        return ""
+    kind = namespace.get(match[1]) or getattr(config_lib, match[1], None)
+    if not dataclasses.is_dataclass(kind):
         return ""
     return did_you_mean(match[2], [field.name for field in dataclasses.fields(kind)])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import ast
-import contextlib
 import enum
 import types
 import typing
@@ -16,10 +15,10 @@ _EXPECTED = {int: "a whole number", float: "a number", bool: "true or false"}
 
 def is_settable(kind: Any) -> bool:
     """Returns whether `parse` supports a type; `object` stands for any Python literal."""
-    if _is_union(kind):
-        return all(map(is_settable, _members(kind)))
-    kind = typing.get_origin(kind) or kind
-    return kind is object or (isinstance(kind, type) and issubclass(kind, (bool, int, float, str, tuple, enum.Enum)))
+    return all(
+        each is object or (isinstance(each, type) and issubclass(each, (bool, int, float, str, tuple, enum.Enum)))
+        for each in (typing.get_origin(member) or member for member in _members(kind))
+    )
 
 
 def parse(kind: Any, text: str) -> Any:
@@ -32,14 +31,22 @@ def parse(kind: Any, text: str) -> Any:
     Raises:
         ValueError: The text is not of the type; the message names the expected type.
     """
-    if _is_union(kind):
-        return _parse_union(kind, text)
+    if text.lower() == "none" and type(None) in typing.get_args(kind):
+        return None
+    *others, kind = _members(kind)
+    for other in others:
+        try:
+            return parse(other, text)
+        except ValueError:  # the next type of the union may suit; the error names the last one
+            pass
     if (typing.get_origin(kind) or kind) is tuple:
         item_type = next(iter(typing.get_args(kind)), object)
         return tuple(parse(item_type, part.strip()) for part in text.strip("()").split(",") if part.strip())
     if kind is object:
+        if text.lower() in ("true", "false"):
+            return text.lower() == "true"
         try:
-            return ast.literal_eval(text.capitalize() if text.lower() in ("true", "false") else text)
+            return ast.literal_eval(text)
         except (ValueError, SyntaxError, MemoryError, RecursionError):
             return text
     if issubclass(kind, enum.Enum):
@@ -47,25 +54,15 @@ def parse(kind: Any, text: str) -> Any:
             raise ValueError(f"one of {', '.join(kind.__members__)}")
         return kind[text]
     try:
-        return flags.BooleanParser().parse(text) if kind is bool else kind(text)
+        if kind is bool:
+            return flags.BooleanParser().parse(text)
+        return kind(text)
     except ValueError:
         raise ValueError(_EXPECTED.get(kind, f"a {kind.__name__}")) from None
 
 
-def _parse_union(kind: Any, text: str) -> Any:
-    """Returns the value of the first type of a union that accepts the text."""
-    if text.lower() == "none" and type(None) in typing.get_args(kind):
-        return None
-    *kinds, last = _members(kind)
-    for each in kinds:
-        with contextlib.suppress(ValueError):
-            return parse(each, text)
-    return parse(last, text)
-
-
-def _is_union(kind: Any) -> bool:
-    return typing.get_origin(kind) in (typing.Union, types.UnionType)
-
-
 def _members(kind: Any) -> list[Any]:
+    """Returns the types of a union, without None; other types are a union of one."""
+    if typing.get_origin(kind) not in (typing.Union, types.UnionType):
+        return [kind]
     return [member for member in typing.get_args(kind) if member is not type(None)]

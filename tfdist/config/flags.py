@@ -5,7 +5,6 @@ Every mistake is reported, not only the first one.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import pathlib
 import re
@@ -15,12 +14,12 @@ from typing import Any, NamedTuple
 from absl import flags
 
 from tfdist.config import cluster, command_line, files, flag_values, validation
-from tfdist.config.field_help import fields_help, list_fields
+from tfdist.config.field_help import documented_fields, fields_help
 from tfdist.config.options import NamedOptions, field_types, unknown_field
 from tfdist.config.presets import PRESETS
 from tfdist.config.train import NAMED_OPTIONS, TrainConfig, make_floats
 from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, truncate
-from tfdist.runtime import storage
+from tfdist.runtime.folders import storage
 
 _CONFIG_HELP = (
     "A preset's name, a Python file whose get_config() returns a tfdist.TrainConfig, or the config.json of a run."
@@ -49,7 +48,8 @@ def parse(
     Raises:
         ConfigError: The command line or the configuration is invalid; the error lists every problem.
     """
-    if not (command := read(argv, description, others)):
+    command = read(argv, description, others)
+    if command is None:
         return None
     validation.check(command.config, known=command.faults)
     return command.config, command.workdir
@@ -81,17 +81,21 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
         flags.DEFINE_string(name, None, f"{text} Short for --config.cluster.{name}.", flag_values=values)
     if any(_split_flag(argument)[0] in ("help", "h") for argument in argv[1:]):
         flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
-        asked = _config_path(argv[1:])
-        config, of = TrainConfig(), "TrainConfig"
+        asked = _last_value(argv[1:], "config")
+        config = TrainConfig()
+        source = "TrainConfig"
         with collect_errors(faults):
             if asked:
-                config, of = files.load(asked), asked
+                config = files.load(asked)
+                source = asked
         names = ", ".join(PRESETS)
         wrong = "".join(f"\n{fault}" for fault in faults)
-        print(f"{description}\n{command_line.help_text(values)}\n{fields_help(config, of)}\nPresets: {names}.{wrong}")
+        print(
+            f"{description}\n{command_line.help_text(values)}\n{fields_help(config, source)}\nPresets: {names}.{wrong}"
+        )
         return None
     arguments = [_expand_cluster_flag(argument) for argument in command_line.expand(values, argv[1:])]
-    path = _config_path(arguments)
+    path = _last_value(arguments, "config")
     if not path:
         _set_all(TrainConfig(), arguments, faults, others)
         # Only unknown flags: the other errors depend on the configuration.
@@ -107,15 +111,21 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     make_floats(config)
     workdir = others_set.get("workdir") or f"runs/{pathlib.Path(path).stem}"
     faults += storage.faults("workdir", workdir)
-    folder = workdir.rstrip("/") if storage.is_url(workdir) else pathlib.Path(workdir)
+    folder: pathlib.Path | str = pathlib.Path(workdir)
+    if storage.is_url(workdir):
+        folder = workdir.rstrip("/")
     return Command(config, folder, faults, others_set.get("overwrite", False))
 
 
 def _split_flag(argument: str) -> tuple[str, str | None]:
     """Returns a flag's name and value: an empty name if the argument is not a flag, the value None if the flag has no value."""
-    name, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
-    name = re.sub(r"(?<=\w)-(?=\w)", "_", name)
-    return (name if argument.startswith("-") else ""), (value if equals else None)
+    written, equals, value = argument.removeprefix("-").removeprefix("-").partition("=")
+    name = ""
+    if argument.startswith("-"):
+        name = re.sub(r"(?<=\w)-(?=\w)", "_", written)
+    if not equals:
+        return name, None
+    return name, value
 
 
 def _expand_cluster_flag(argument: str) -> str:
@@ -123,11 +133,9 @@ def _expand_cluster_flag(argument: str) -> str:
     name, value = _split_flag(argument)
     if name not in cluster.FLAGS:
         return argument
-    return f"--config.cluster.{name}" if value is None else f"--config.cluster.{name}={value}"
-
-
-def _config_path(arguments: Sequence[str]) -> str | None:
-    return _last_value(arguments, "config")
+    if value is None:
+        return f"--config.cluster.{name}"
+    return f"--config.cluster.{name}={value}"
 
 
 def _last_value(arguments: Sequence[str], flag: str) -> str | None:
@@ -136,24 +144,31 @@ def _last_value(arguments: Sequence[str], flag: str) -> str | None:
     for position, argument in enumerate(arguments):
         name, value = _split_flag(argument)
         if name == flag:
-            last = _take_value(list(arguments[position + 1 :])) if value is None else value
+            last = value
+            if value is None:
+                last = _take_value(list(arguments[position + 1 :]))
     return last
 
 
 def _take_value(following: list[str]) -> str | None:
     """Removes a flag's value from the arguments that follow the flag, and returns it; None if the flag has no value."""
-    return following.pop(0) if following and not following[0].startswith("--") else None
+    if not following or following[0].startswith("--"):
+        return None
+    return following.pop(0)
 
 
 def _set_names(config: TrainConfig, arguments: Sequence[str]) -> None:
     """Sets the task and the names of named options before any option, so that flags may come in any order."""
     task = _last_value(arguments, "config.task") or config.task
     if isinstance(task, str) and (task != config.task or config.task_options is None):
-        with contextlib.suppress(ConfigError):  # validation reports it, too
+        try:
             config.choose_task(task)
+        except ConfigError:  # validation reports it, too
+            pass
     for field in NAMED_OPTIONS:
         group = getattr(config, field)
-        if isinstance(group, NamedOptions) and (name := _last_value(arguments, f"config.{field}.name")):
+        name = _last_value(arguments, f"config.{field}.name")
+        if isinstance(group, NamedOptions) and name:
             group.rename(name)
 
 
@@ -162,9 +177,11 @@ def _set_all(config: TrainConfig, arguments: Sequence[str], faults: list[str], o
     following = list(arguments)
     assigned: dict[str, Any] = {}
     while following:
-        flag, value = _split_flag(argument := following.pop(0))
+        argument = following.pop(0)
+        flag, value = _split_flag(argument)
         written = f"--{truncate(flag)}"
-        name = flag.removeprefix("no") if flag.startswith(("noconfig.", "nooverwrite")) else flag
+        turns_off = flag.startswith(("noconfig.", "nooverwrite"))
+        name = flag.removeprefix("no") if turns_off else flag
         if argument == "--":
             continue
         if not flag:
@@ -176,15 +193,20 @@ def _set_all(config: TrainConfig, arguments: Sequence[str], faults: list[str], o
             if value is None:
                 _take_value(following)
             continue
-        holder, kind, fault = (
-            _find_field(config, name, written) if is_field else (None, bool if name == "overwrite" else str, "")
-        )
-        if value is None and kind is not bool and name == flag:
+        holder: Any = None
+        kind: Any = str
+        fault = ""
+        if is_field:
+            holder, kind, fault = _find_field(config, name, written)
+        elif name == "overwrite":
+            kind = bool
+        if value is None and kind is not bool and not turns_off:
             value = _take_value(following)
-            fault = fault or ("" if value is not None else f"{written} has no value; write {written}=VALUE.")
-        if not fault and name != flag and (kind is not bool or value is not None):
+            if value is None and not fault:
+                fault = f"{written} has no value; write {written}=VALUE."
+        if not fault and turns_off and (kind is not bool or value is not None):
             fault = f"{written}: only a field that is true or false can be turned off by --no, without a value."
-        parsed: Any = name == flag
+        parsed: Any = not turns_off
         if value is not None and not fault:
             try:
                 parsed = flag_values.parse(kind, value)
@@ -203,7 +225,7 @@ def _unknown_flag(config: TrainConfig, flag: str, written: str, others: Sequence
     if flag == "undefok":
         return str(command_line.undefok_error())
     known = ["config", "workdir", "overwrite", "help", *(others or cluster.FLAGS)]
-    known += [path for path, _ in list_fields(config, "config")]
+    known += [path for path, _, _ in documented_fields(config, "config")]
     hint = did_you_mean(written, [f"--{name}" for name in known])
     listed = ["--config", "--config.field", "--workdir", "--overwrite", "--help", *map("--{}".format, others)]
     return f"unknown flag {written}{hint} Known: {', '.join(listed)}."
@@ -219,10 +241,13 @@ def _find_field(config: TrainConfig, path: str, written: str) -> tuple[Any, Any,
         types, takes_any = field_types(holder)
         if name not in types and not (takes_any and name.isidentifier()):
             return holder, kind, unknown_field(written, holder, name)
-        kind, value = types.get(name, object), getattr(holder, name, None)
+        kind = types.get(name, object)
+        value = getattr(holder, name, None)
     if dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value)]
-        such = f"; set one of them, such as {written}.{fields[0]}=..." if fields else ", and has none."
+        such = ", and has none."
+        if fields:
+            such = f"; set one of them, such as {written}.{fields[0]}=..."
         return holder, kind, f"{written}: this is a group of fields{such}"
     if not flag_values.is_settable(kind):
         shown = kind.__name__ if type(kind) is type else kind

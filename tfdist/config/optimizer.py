@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
+import math
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
 from tfdist.config import registry
-from tfdist.config.options import NamedOptions, option
-from tfdist.config.ranges import MOST_STEPS, Range
+from tfdist.config.constraints import MOST_STEPS, Constraint, between, option
+from tfdist.config.options import NamedOptions
 from tfdist.errors import ConfigError, collect_errors, did_you_mean
 
 _ADAM: Mapping[str, Any] = {"beta_1": 0.9, "beta_2": 0.999, "epsilon": 1e-7}
@@ -74,16 +74,23 @@ _CLIPS = ("clipnorm", "clipvalue", "global_clipnorm")
 _OFF_AT_ZERO = (*_CLIPS, "ema_overwrite_frequency", "gradient_accumulation_steps")
 _EXCLUDE = "weight_decay_exclude"  # not an argument of Keras
 
-# Keras computes in float32: a share closer to 1 would round to 1, a smaller number to 0, and a larger one would overflow.
-_SHARE = Range(0, 0.9999999)
-_POSITIVE = Range(1e-30, 1e3)
-_AMOUNT = Range(0, 1e6)
-_CLIP = Range(0, 1e30, off=True)
-_STEPS = Range(0, MOST_STEPS, off=True)
-_FLOAT = Range(-sys.float_info.max, sys.float_info.max)
 
-# The range of each numeric argument for all optimizers; `_RANGES_OF` has the ranges for one optimizer.
-_RANGES: Mapping[str, Range] = {
+def _are_texts(value: Any) -> bool:
+    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
+
+
+# Keras computes in float32: a share closer to 1 would round to 1, a smaller number to 0, and a larger one would overflow.
+_BELOW_1 = 0.9999999
+_ABOVE_0 = 1e-30
+_MOST_AMOUNT = 1e6
+_SHARE = between(0, _BELOW_1)
+_POSITIVE = between(_ABOVE_0, 1e3)
+_AMOUNT = between(0, _MOST_AMOUNT)
+_CLIP = between(0, 1e30, off=True)
+_STEPS = between(0, MOST_STEPS, off=True)
+
+# The constraint of each argument for all optimizers; `_CONSTRAINTS_OF` has those of one optimizer.
+_CONSTRAINTS: Mapping[str, Constraint] = {
     **dict.fromkeys(("momentum", "rho", "beta_1", "beta_2", "adam_beta_1", "adam_beta_2", "ema_momentum"), _SHARE),
     **dict.fromkeys(("epsilon", "epsilon_1", "epsilon_2", "rms_rate"), _POSITIVE),
     **dict.fromkeys(
@@ -91,19 +98,24 @@ _RANGES: Mapping[str, Range] = {
     ),
     **dict.fromkeys(("l1_regularization_strength", "l2_regularization_strength"), _AMOUNT),
     "l2_shrinkage_regularization_strength": _AMOUNT,
-    **dict.fromkeys(("clipnorm", "clipvalue", "global_clipnorm"), _CLIP),
-    "clip_threshold": Range(1e-6, 1e30),
-    "loss_scale_factor": Range(1e-6, 1e15),
+    **dict.fromkeys(_CLIPS, _CLIP),
+    "clip_threshold": between(1e-6, 1e30),
+    "loss_scale_factor": between(1e-6, 1e15),
     **dict.fromkeys(("warmup_steps", "ema_overwrite_frequency"), _STEPS),
-    "beta_2_decay": Range(-10, 0),
-    "learning_rate_power": Range(-10, 0),
-    **dict.fromkeys(("muon_a", "muon_b", "muon_c"), Range(-10, 10)),
-    "ns_steps": Range(1, 1000),
+    "gradient_accumulation_steps": (
+        f"0 (off) or 2 to {MOST_STEPS}",
+        lambda steps: steps == 0 or 2 <= steps <= MOST_STEPS,
+    ),
+    "beta_2_decay": between(-10, 0),
+    "learning_rate_power": between(-10, 0),
+    **dict.fromkeys(("muon_a", "muon_b", "muon_c"), between(-10, 10)),
+    "ns_steps": between(1, 1000),
+    "exclude_layers": ("a list of texts", _are_texts),
 }
-# Ranges for one optimizer, without 0: there Keras raises an error or computes NaN.
-_RANGES_OF: Mapping[tuple[str, str], Range] = {
-    **dict.fromkeys((("lion", "beta_1"), ("schedulefreeadamw", "beta_1")), Range(1e-7, _SHARE.most)),
-    ("ftrl", "initial_accumulator_value"): Range(1e-30, _AMOUNT.most),
+# Constraints for one optimizer, without 0: there Keras raises an error or computes NaN.
+_CONSTRAINTS_OF: Mapping[tuple[str, str], Constraint] = {
+    **dict.fromkeys((("lion", "beta_1"), ("schedulefreeadamw", "beta_1")), between(1e-7, _BELOW_1)),
+    ("ftrl", "initial_accumulator_value"): between(_ABOVE_0, _MOST_AMOUNT),
 }
 
 
@@ -149,13 +161,16 @@ class OptimizerConfig(NamedOptions):
                 f"Unknown optimizer {self.name!r}{did_you_mean(self.name, OPTIMIZERS)} "
                 f"Expected one of {', '.join(sorted(OPTIMIZERS))}, or your own as 'package.module:Class'."
             )
-        return _fields("" if self.takes_any else self.name)
+        return _fields(self.name)
 
     def arguments(self) -> dict[str, Any]:
         """Returns the optimizer's arguments: those that are set, except values of 0 that turn an option off."""
         arguments = self.options()
         arguments.pop(_EXCLUDE, None)
-        off = _OFF_AT_ZERO if self.takes_any or self.decays else (*_OFF_AT_ZERO, "weight_decay")
+        # Where weights decay by default, and in a custom optimizer, a weight decay of 0 turns it off.
+        off: tuple[str, ...] = _OFF_AT_ZERO
+        if not self.takes_any and not self.decays:
+            off += ("weight_decay",)
         return {name: value for name, value in arguments.items() if name not in off or value != 0}
 
     @property
@@ -165,7 +180,7 @@ class OptimizerConfig(NamedOptions):
 
     def excluded_from_weight_decay(self) -> list[str]:
         """Returns the parts of names that exclude a weight from weight decay."""
-        return [name for text in self.weight_decay_exclude.split(",") if (name := text.strip())]
+        return list(filter(None, map(str.strip, self.weight_decay_exclude.split(","))))
 
     def faults(self) -> Iterator[str]:
         """Yields the errors in the optimizer's name and arguments."""
@@ -174,14 +189,16 @@ class OptimizerConfig(NamedOptions):
             if self.takes_any:
                 registry.check_findable("optimizer", self.name)
             faults += self.option_faults()
-        for name, value in self.options().items() if self.takes_any else ():
-            if isinstance(value, float) and name not in EVERY_OPTIMIZER:
-                faults += _FLOAT.faults(f"optimizer.{name}", value)
+        if self.takes_any:
+            for name, value in self.options().items():
+                if isinstance(value, float) and name not in EVERY_OPTIMIZER and not math.isfinite(value):
+                    faults.append(f"optimizer.{name} must be a finite number. Received: {value}.")
         yield from faults
         if faults:
             return
         arguments = self.arguments()
-        if len(clips := [name for name in _CLIPS if name in arguments]) > 1:
+        clips = [name for name in _CLIPS if name in arguments]
+        if len(clips) > 1:
             yield f"Only one of optimizer.clipnorm, clipvalue and global_clipnorm may be set. Received: {', '.join(clips)}."
         if self.excluded_from_weight_decay() and not arguments.get("weight_decay", self.decays):
             yield (
@@ -192,18 +209,17 @@ class OptimizerConfig(NamedOptions):
 
 @functools.cache
 def _fields(optimizer: str) -> Mapping[str, dataclasses.Field[Any]]:
-    """Returns a field for each argument of an optimizer. An empty text means a custom one: then Keras' arguments have types, but no checks."""
+    """Returns a field for each argument of an optimizer. Keras' arguments of a custom one have types, but neither defaults nor checks."""
     all_arguments = {name: default for takes in OPTIMIZERS.values() for name, default in takes.items()}
-    defaults = {
-        **OPTIMIZERS.get(optimizer, all_arguments),
-        **EVERY_OPTIMIZER,
-        **OPTIMIZERS.get(optimizer, {}),
-        _EXCLUDE: "",
-    }
+    own = OPTIMIZERS.get(optimizer, {})
+    # The optimizer's own arguments come first, with its own defaults of the common ones.
+    defaults = {**(own or all_arguments), **EVERY_OPTIMIZER, **own, _EXCLUDE: ""}
     fields = {}
     for name, default in defaults.items():
-        known = optimizer or name in EVERY_OPTIMIZER or name == _EXCLUDE
-        field = option(default, *_expected(optimizer, name)) if known else dataclasses.field()
+        field = dataclasses.field()
+        if own or name in EVERY_OPTIMIZER or name == _EXCLUDE:
+            constraint = _CONSTRAINTS_OF.get((optimizer, name), _CONSTRAINTS.get(name))
+            field = option(default, *(constraint or ()))
         fields[name] = (name, _kind(default), field)
     options = dataclasses.make_dataclass("Options", fields.values(), kw_only=True)
     return {field.name: field for field in dataclasses.fields(options)}
@@ -213,31 +229,8 @@ def _kind(default: Any) -> Any:
     return tuple[str, ...] if isinstance(default, tuple) else type(default)
 
 
-def _expected(optimizer: str, argument: str) -> tuple[Any, ...]:
-    if argument == "gradient_accumulation_steps":
-        return f"0 (off) or 2 to {MOST_STEPS}", lambda value: value != 1 and value in _STEPS
-    if argument == "exclude_layers":
-        return "a list of texts", _are_texts
-    allowed = range_of(optimizer, argument)
-    return (str(allowed), allowed.__contains__) if allowed else ()
-
-
-def _are_texts(value: Any) -> bool:
-    return isinstance(value, (list, tuple)) and all(isinstance(item, str) for item in value)
-
-
-def range_of(optimizer: str, argument: str) -> Range | None:
-    """Returns the range of an optimizer's argument, or None if it is not a number or has another check."""
-    return _RANGES_OF.get((optimizer, argument)) or _RANGES.get(argument)
-
-
 def accumulation_fault(accumulated: int, steps: int) -> str:
-    """Returns the error for an accumulation of gradients that is longer than the run, or an empty text.
-
-    Args:
-        accumulated: `gradient_accumulation_steps`.
-        steps: Steps of the run.
-    """
+    """Returns the error for an accumulation of gradients that is longer than the run, of `steps` steps, or an empty text."""
     if accumulated <= steps:
         return ""
     return (

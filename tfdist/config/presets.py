@@ -34,6 +34,13 @@ _TWO_WORKERS: Mapping[str, Any] = {
     "strategy": StrategyConfig("multi_worker_mirrored"),
     "cluster": ClusterConfig(workers=2),
 }
+_RATINGS: Mapping[str, Any] = {
+    "task": "ratings",
+    # Adagrad updates only the rows of a batch. Gradients of rows are small: Keras' initial 0.1 would divide them all equally.
+    "optimizer": OptimizerConfig("adagrad", initial_accumulator_value=1e-7),
+    "learning_rate": 0.1,
+    "epochs": 6,
+}
 _COMPRESSED = "Digits in two processes on this machine, with compressed gradients:"
 
 
@@ -76,6 +83,11 @@ PRESETS: Mapping[str, Preset] = {
         },
     ),
     "digits_tpu": Preset("Digits under TPUStrategy, on the cores of a TPU.", {"strategy": StrategyConfig("tpu")}),
+    "ratings": Preset("A recommender on ratings whose best reachable error, 0.5, is known, on one device.", _RATINGS),
+    "ratings_parameter_server": Preset(
+        "A recommender whose tables are on two parameter servers: a chief, two workers and two servers on this machine.",
+        {**_RATINGS, "strategy": StrategyConfig("parameter_server"), "cluster": ClusterConfig(workers=2, ps=2)},
+    ),
     "synthetic": Preset(
         "An MLP of 10.5 M parameters on random numbers, for benchmarks and byte counts.",
         {"task": "synthetic", "epochs": 1, "optimizer": OptimizerConfig("sgd"), "learning_rate": 0.01},

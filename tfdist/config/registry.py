@@ -27,6 +27,7 @@ from tfdist.runtime.log import logger
 
 TASKS: Mapping[str, str] = {
     "digits": "tfdist.tasks.digits:Digits",
+    "ratings": "tfdist.tasks.ratings:Ratings",
     "synthetic": "tfdist.tasks.synthetic:Synthetic",
 }
 # The kind of object, with its name in messages, to the group of its entry points.
@@ -45,7 +46,9 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
         ConfigError: The name is unknown, its module or attribute does not exist, or the module raises.
     """
     target = table.get(name, name)
-    installed = find_plugins(what, table) if ":" not in target else {}
+    installed: dict[str, Plugin] = {}
+    if ":" not in target:
+        installed = find_plugins(what, table)
     if name in installed:
         return load(what, name, installed[name])
     if not _is_path(target):
@@ -58,12 +61,7 @@ def resolve(what: str, name: str, table: Mapping[str, str]) -> Any:
 
 
 def load(what: str, name: str, plugin: Plugin) -> Any:
-    """Imports and returns a plug-in's object.
-
-    Args:
-        what: The kind of object, for messages, such as `"task"`.
-        name: The plug-in's name.
-        plugin: The entry point.
+    """Imports and returns a plug-in's object. `what` is the kind of object, for messages, such as `"task"`.
 
     Raises:
         ConfigError: Several distributions define the name, or the plug-in's module cannot be imported.
@@ -80,11 +78,7 @@ def load(what: str, name: str, plugin: Plugin) -> Any:
 
 
 def check_findable(what: str, name: str) -> None:
-    """Checks the form of `package.module:attribute`, and that the package exists, without importing it.
-
-    Args:
-        what: The kind of object, for messages, such as `"callback"`.
-        name: The name.
+    """Checks the form of `package.module:attribute`, and that the package exists, without importing it. `what` is as for `load`.
 
     Raises:
         ConfigError: The name has another form, or the package cannot be found.
@@ -110,9 +104,16 @@ def find_plugins(what: str, built_in: Collection[str]) -> dict[str, Plugin]:
         built_in: Built-in names; plug-ins with these names are skipped.
     """
     plugins: dict[str, Plugin] = {}
-    for entry in _entry_points(PLUGIN_GROUPS[what]) if what in PLUGIN_GROUPS else ():
-        name, _, variable = entry.name.partition(".") if what == "cluster source" else (entry.name, "", "")
-        distribution = f"{entry.dist.name} {entry.dist.version}" if entry.dist else "an unknown distribution"
+    if what not in PLUGIN_GROUPS:
+        return plugins
+    for entry in _entry_points(PLUGIN_GROUPS[what]):
+        name = entry.name
+        variable = ""
+        if what == "cluster source":
+            name, _, variable = name.partition(".")
+        distribution = "an unknown distribution"
+        if entry.dist:
+            distribution = f"{entry.dist.name} {entry.dist.version}"
         plugin = Plugin(entry.value, (distribution,), variable)
         other = plugins.get(name, plugin)
         if (other.target, other.variable) != (plugin.target, plugin.variable):

@@ -5,16 +5,44 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from tfdist.config.ranges import MOST_STEPS, Range
-from tfdist.errors import ConfigError, format_value, unknown_name_message
+from tfdist.config.constraints import MOST_STEPS, between, checked, choice, option, parsed
+from tfdist.errors import ConfigError, format_value
 
-SCHEDULES = ("constant", "cosine", "step", "polynomial")
 SCALINGS = ("none", "linear", "sqrt")
-_RANGES = {
-    **dict.fromkeys(("warmup_steps", "warmup_epochs", "decay_steps"), Range(0, MOST_STEPS, off=True)),
-    "power": Range(1e-3, 1e3),
+_UPDATES = between(0, MOST_STEPS, off=True)
+_FACTOR, _is_factor = between(0, 1e3)
+_WARM_UP = ("name", "warmup_steps", "warmup_epochs")
+_TAKES = {
+    "constant": _WARM_UP,
+    "cosine": (*_WARM_UP, "decay_steps", "end"),
+    "step": (*_WARM_UP, "boundaries", "factor"),
+    "polynomial": (*_WARM_UP, "decay_steps", "end", "power"),
 }
-_FACTOR = Range(0, 1e3)
+
+
+def _numbers(where: str, text: str) -> list[float]:
+    try:
+        return [float(number) for number in text.split(",") if number.strip()]
+    except ValueError:
+        raise ConfigError(f"{where} must be numbers, comma separated. Received: {format_value(text)}.") from None
+
+
+def _boundary_faults(where: str, text: str) -> Iterator[str]:
+    try:
+        boundaries = _numbers(where, text)
+    except ConfigError as e:
+        yield from e.faults
+        return
+    rises = boundaries == sorted(set(boundaries)) and all(boundary > 0 for boundary in boundaries)
+    if not rises or len({boundary < 1 for boundary in boundaries}) > 1:
+        yield (
+            f"{where} must be numbers above 0 that rise, either all numbers of updates or all shares of the run. "
+            f"Received: {format_value(text)}."
+        )
+    elif any(boundary >= 1 and boundary % 1 for boundary in boundaries):
+        yield f"{where} must be whole numbers, or shares below 1. Received: {format_value(text)}."
+    elif boundaries and boundaries[-1] > MOST_STEPS:
+        yield f"{where} must be at most {MOST_STEPS}. Received: {format_value(text)}."
 
 
 @dataclasses.dataclass
@@ -38,83 +66,51 @@ class ScheduleConfig:
         100
     """
 
-    name: str = "constant"
-    warmup_steps: int = 0
-    warmup_epochs: float = 0.0
-    decay_steps: int = 0
-    end: float = 0.0
-    power: float = 1.0
-    boundaries: str = ""
-    factor: str = "0.1"
+    name: str = choice("constant", *_TAKES)
+    warmup_steps: int = option(0, *_UPDATES)
+    warmup_epochs: float = option(0.0, *_UPDATES)
+    decay_steps: int = option(0, *_UPDATES)
+    end: float = option(0.0, "0 to 1, a share of learning_rate", lambda end: 0 <= end <= 1)
+    power: float = option(1.0, *between(1e-3, 1e3))
+    boundaries: str = checked("", _boundary_faults)
+    factor: str = parsed("0.1", _numbers)
 
     def faults(self) -> Iterator[str]:
-        """Yields the errors in the values."""
-        if self.name not in SCHEDULES:
-            yield unknown_name_message("schedule.name", self.name, SCHEDULES)
+        """Yields the errors of fields that do not go together."""
+        if self.name not in _TAKES:  # the field's own error
             return
-        for name, allowed in _RANGES.items():
-            yield from allowed.faults(f"schedule.{name}", getattr(self, name))
         if self.warmup_steps and self.warmup_epochs:
             yield (
                 "Only one of schedule.warmup_steps and schedule.warmup_epochs may be set. "
                 f"Received: {self.warmup_steps} and {self.warmup_epochs}."
             )
-        if not 0 <= self.end <= 1:
-            yield f"schedule.end must be 0 to 1, a share of learning_rate. Received: {self.end}."
         if self.name == "step" and not self.boundaries.strip(", "):
             yield (
                 "schedule 'step' needs schedule.boundaries, such as 3000,6000 updates or 0.5,0.75 of the run. "
                 f"Received: {format_value(self.boundaries)}."
             )
-        takes: dict[str, tuple[str, ...]] = {"cosine": ("decay_steps", "end"), "step": ("boundaries", "factor")}
-        takes |= {"polynomial": ("decay_steps", "end", "power")}
+        known = _TAKES[self.name]
         for field in dataclasses.fields(self):
-            known = ("name", "warmup_steps", "warmup_epochs", *takes.get(self.name, ()))
             if field.name not in known and getattr(self, field.name) != field.default:
                 yield f"schedule {self.name!r} takes no {field.name!r}. It takes: {', '.join(known[1:])}."
         try:
-            boundaries, factors = self.numbers("boundaries"), self.factors()
-        except ConfigError as e:
-            yield from e.faults
+            factors = self.factors()
+            boundaries = self.numbers("boundaries")
+        except ConfigError:  # the fields' own errors
             return
-        shares = [boundary < 1 for boundary in boundaries]
-        if (
-            boundaries != sorted(set(boundaries))
-            or not all(boundary > 0 for boundary in boundaries)
-            or (any(shares) and not all(shares))
-        ):
-            yield (
-                "schedule.boundaries must be numbers above 0 that rise, either all numbers of updates or all shares of the run. "
-                f"Received: {format_value(self.boundaries)}."
-            )
-        elif any(boundary >= 1 and boundary % 1 for boundary in boundaries):
-            yield f"schedule.boundaries must be whole numbers, or shares below 1. Received: {format_value(self.boundaries)}."
-        elif boundaries and boundaries[-1] > MOST_STEPS:
-            yield f"schedule.boundaries must be at most {MOST_STEPS}. Received: {format_value(self.boundaries)}."
-        if len(factors) != len(boundaries) or not all(factor in _FACTOR for factor in factors):
+        if len(factors) != len(boundaries) or not all(map(_is_factor, factors)):
             yield (
                 f"schedule.factor must be one number of {_FACTOR}, or one for each of schedule.boundaries "
                 f"({len(boundaries)}). Received: {format_value(self.factor)}."
             )
 
     def numbers(self, field: str) -> list[float]:
-        """Returns the numbers of a text.
-
-        Args:
-            field: `boundaries` or `factor`.
-
-        Raises:
-            ConfigError: The text does not consist of numbers.
-        """
-        text = getattr(self, field)
-        try:
-            return [float(number) for number in text.split(",") if number.strip()]
-        except ValueError:
-            raise ConfigError(
-                f"schedule.{field} must be numbers, comma separated. Received: {format_value(text)}."
-            ) from None
+        """Returns the numbers in `boundaries` or `factor`. Raises ConfigError if the text does not consist of numbers."""
+        return _numbers(f"schedule.{field}", getattr(self, field))
 
     def factors(self) -> list[float]:
         """Returns the factor of each boundary."""
         numbers = self.numbers("factor")
-        return numbers * len(self.numbers("boundaries")) if len(numbers) == 1 else numbers
+        if len(numbers) == 1:
+            numbers *= len(self.numbers("boundaries"))
+        return numbers

@@ -140,7 +140,8 @@ def find_traits(name: str) -> StrategyTraits:
 
 def traits_of(strategy: object) -> StrategyTraits:
     """Returns the traits of a strategy object, which may also be one of TensorFlow's own or its default strategy."""
-    if (own_traits := getattr(strategy, "traits", None)) is not None:
+    own_traits: StrategyTraits | None = getattr(strategy, "traits", None)
+    if own_traits is not None:
         return own_traits
     names = {cls.__name__ for cls in type(strategy).__mro__}
     return next((traits for traits in STRATEGIES.values() if traits.tensorflow in names), StrategyTraits())

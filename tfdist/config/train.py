@@ -6,24 +6,36 @@ Dataclasses with a default for every field. They are not frozen because flags as
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import os
+import sys
 import typing
+from collections.abc import Iterator
 from typing import Any
 
+from tfdist.config import callbacks as callbacks_lib
 from tfdist.config import registry
 from tfdist.config.backup import BackupConfig
 from tfdist.config.cluster import ClusterConfig
 from tfdist.config.compression import CompressionConfig
+from tfdist.config.constraints import MOST_SECONDS, at_least, between, checked, choice, option, parsed
 from tfdist.config.export import ExportConfig
 from tfdist.config.monitoring import MonitoringConfig
 from tfdist.config.optimizer import OptimizerConfig
-from tfdist.config.schedule import ScheduleConfig
+from tfdist.config.schedule import SCALINGS, ScheduleConfig
 from tfdist.config.strategy import StrategyConfig
-from tfdist.errors import ConfigError, describe_error
+from tfdist.errors import ConfigError, describe_error, format_value
+from tfdist.runtime.folders import storage
 
 PRECISIONS = ("float32", "mixed_bfloat16", "mixed_float16")
+NAN_POLICIES = ("ignore", "stop", "skip")  # for a step whose loss or gradient is not finite
+
+
+def _weights_faults(where: str, path: str) -> Iterator[str]:
+    url_faults = list(storage.faults(where, path))
+    yield from url_faults
+    if path and not url_faults and not path.endswith((".weights.h5", ".keras")):
+        yield f"{where} must be a file .weights.h5 or .keras. Received: {format_value(path)}."
 
 
 @dataclasses.dataclass
@@ -75,30 +87,30 @@ class TrainConfig:
     task_options: Any = None
     strategy: StrategyConfig = dataclasses.field(default_factory=StrategyConfig)
     cluster: ClusterConfig = dataclasses.field(default_factory=ClusterConfig)
-    global_batch_size: int = 0
-    per_replica_batch_size: int = 0
-    epochs: int = 1
-    steps_per_epoch: int = 0
-    validation_freq: int = 1
-    callbacks: str = ""
-    initial_weights: str = ""
-    seed: int = 0
+    global_batch_size: int = option(0, *at_least(0))
+    per_replica_batch_size: int = option(0, *at_least(0))
+    epochs: int = option(1, *at_least(1))
+    steps_per_epoch: int = option(0, *at_least(0))
+    validation_freq: int = option(1, *at_least(1))
+    callbacks: str = parsed("", lambda name, text: callbacks_lib.parse(text))
+    initial_weights: str = checked("", _weights_faults)
+    seed: int = option(0, *at_least(0))
     deterministic: bool = False
     optimizer: OptimizerConfig = dataclasses.field(default_factory=OptimizerConfig)
     compression: CompressionConfig = dataclasses.field(default_factory=CompressionConfig)
-    learning_rate: float = 1e-3
-    learning_rate_scaling: str = "none"
+    learning_rate: float = option(1e-3, *between(0, 1e6))
+    learning_rate_scaling: str = choice("none", *SCALINGS)
     schedule: ScheduleConfig = dataclasses.field(default_factory=ScheduleConfig)
-    precision: str = "float32"
-    nan_policy: str = "ignore"
+    precision: str = choice("float32", *PRECISIONS)
+    nan_policy: str = choice("ignore", *NAN_POLICIES)
     jit_compile: bool = False
-    steps_per_execution: int = 1
-    start_timeout: float = 300.0
-    grace_seconds: float = 25.0
+    steps_per_execution: int = option(1, *at_least(1))
+    start_timeout: float = option(300.0, *between(1, MOST_SECONDS))
+    grace_seconds: float = option(25.0, *between(0, MOST_SECONDS))
     check_weights: bool = True
     backup: BackupConfig = dataclasses.field(default_factory=BackupConfig)
     export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
-    max_restarts: int = 0
+    max_restarts: int = option(0, *at_least(0))
     monitoring: MonitoringConfig = dataclasses.field(default_factory=MonitoringConfig)
 
     def __post_init__(self) -> None:
@@ -120,15 +132,7 @@ class TrainConfig:
 
 
 def default_options(task: str, options: type) -> Any:
-    """Returns the default options of a task.
-
-    Args:
-        task: The task's name.
-        options: The task's class `Options`.
-
-    Raises:
-        ConfigError: The options cannot be created.
-    """
+    """Returns the default options of a task, of the class `options`. Raises ConfigError if they cannot be created."""
     try:
         return options()
     except Exception as e:
@@ -148,7 +152,7 @@ def make_floats(config: Any) -> None:
     for field in dataclasses.fields(config):
         value = getattr(config, field.name)
         if hints[field.name] is float and isinstance(value, int) and not isinstance(value, bool):
-            with contextlib.suppress(OverflowError):  # validation reports it
+            if abs(value) <= sys.float_info.max:  # validation reports a larger one
                 setattr(config, field.name, float(value))
         elif dataclasses.is_dataclass(value) and not isinstance(value, type):
             make_floats(value)
@@ -183,7 +187,8 @@ _SAME = (
 )
 
 # The same for fields of the strategy; the others may differ.
-_SAME_OF_STRATEGY = ("name", "devices", "replicas", "bucket_bytes", "gather_loss_bytes", "placement")
+_UPDATES_OF_STRATEGY = ("bucket_bytes", "weights_dtype", "row_updates", "gather_loss_bytes", "placement")
+_SAME_OF_STRATEGY = ("name", "devices", "replicas", "shard_optimizer", *_UPDATES_OF_STRATEGY)
 
 
 def fixed(config: TrainConfig) -> dict[str, Any]:
@@ -197,21 +202,20 @@ def fixed(config: TrainConfig) -> dict[str, Any]:
 def resumable(config: TrainConfig) -> dict[str, Any]:
     """Returns the part of the configuration that must be equal in a resumed run, which may have another strategy and other devices."""
     same = fixed(config)
-    kind = "asynchronous" if config.strategy.traits.asynchronous else "synchronous"
-    same["strategy"] = {
-        "updates": kind,
-        **{name: same["strategy"][name] for name in ("bucket_bytes", "gather_loss_bytes", "placement")},
-    }
+    updates = "asynchronous" if config.strategy.traits.asynchronous else "synchronous"
+    strategy = {name: same["strategy"][name] for name in _UPDATES_OF_STRATEGY}
+    same["strategy"] = {"updates": updates, **strategy}
     return same
 
 
 def backup_arguments(config: TrainConfig, workdir: str | os.PathLike[str]) -> dict[str, Any]:
     """Returns the arguments of `BackupAndRestore` for `config`."""
     backup = dataclasses.asdict(config.backup)
+    if backup["save_freq"] != "epoch":
+        backup["save_freq"] = int(backup["save_freq"])
     return {
         "backup_dir": backup.pop("dir") or os.path.join(workdir, "backup"),
         **backup,
-        "save_freq": "epoch" if config.backup.save_freq == "epoch" else int(config.backup.save_freq),
         "save_every_seconds": config.backup.save_every_seconds or None,
         "grace_seconds": config.grace_seconds,
         "config": {"config": resumable(config)},

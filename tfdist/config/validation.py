@@ -2,37 +2,25 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import importlib.util
 import sys
 import types
 import typing
-from collections.abc import Collection, Iterator
+from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
 from tfdist.config import callbacks, registry
-from tfdist.config.cluster import worker_range
+from tfdist.config.cluster import WorkerRange, worker_range
+from tfdist.config.constraints import value_faults
 from tfdist.config.optimizer import accumulation_fault
 from tfdist.config.options import unknown_field
-from tfdist.config.ranges import MOST_SECONDS, MOST_STEPS, MOST_TASKS, Range
-from tfdist.config.schedule import SCALINGS
-from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
+from tfdist.config.strategy import MAX_VIRTUAL_CPUS, SHARES_NEED_A_CLOCK, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
-from tfdist.config.train import PRECISIONS, TrainConfig, default_options
+from tfdist.config.train import NAN_POLICIES, TrainConfig, default_options
 from tfdist.errors import ConfigError, format_value, unknown_name_message
-from tfdist.runtime import storage
 
-NAN_POLICIES = ("ignore", "stop", "skip")  # for a step whose loss or gradient is not finite
-_COUNT = Range(1, MOST_STEPS)
-_RANGES = {
-    **dict.fromkeys(("epochs", "steps_per_execution", "validation_freq"), _COUNT),
-    **dict.fromkeys(("steps_per_epoch", "max_restarts"), Range(0, MOST_STEPS)),
-    "learning_rate": Range(0, 1e6),
-    "start_timeout": Range(1, MOST_SECONDS),
-    "grace_seconds": Range(0, MOST_SECONDS),
-    "seed": Range(0, MOST_STEPS),
-}
+_GROUPS = ("strategy", "optimizer", "schedule", "compression", "export")  # groups with rules between their fields
 _BASE_OF_TASKS = "tfdist.tasks.base"  # a method inherited from there counts as missing
 
 
@@ -45,126 +33,130 @@ def check(config: TrainConfig, workers: int | None = None, known: Collection[str
             such cluster, so that `cluster.workers` applies.
         known: Errors that the caller has found; they come first.
     """
-    if faults := [*known, *_faults(config, workers)]:
+    faults = [*known, *_faults(config, workers)]
+    if faults:
         raise ConfigError(faults)
 
 
 def has_wrong_types(config: TrainConfig, *fields: str) -> bool:
-    """Returns whether any of the fields, or of the fields in these groups, does not have its declared type.
-
-    Args:
-        config: The configuration.
-        *fields: The names.
-    """
-    return _any_is_in(type_faults(config, "config"), fields)
+    """Returns whether any of the fields, or of the fields in these groups, does not have its declared type."""
+    return _overlap(type_faults(config, ""), fields)
 
 
 def type_faults(config: Any, path: str) -> dict[str, str]:
-    """Returns an error for each field that does not have its declared type, or does not exist, by the field's path.
-
-    Args:
-        config: A configuration, or a group of fields.
-        path: The path of `config`, such as `"config"`.
-    """
+    """Returns an error for each field of a configuration or group that does not have its declared type, or does not exist, by its path."""
     return dict(_type_faults(config, path))
 
 
-def _any_is_in(paths: Collection[str], fields: Collection[str]) -> bool:
-    return any(f"{path}.".startswith(f"config.{field}.") for path in paths for field in fields)
+def group_faults(group: Any, path: str) -> Iterator[str]:
+    """Yields the errors of a group of fields: of types, of values, and of fields that do not go together."""
+    mistyped = type_faults(group, path)
+    yield from mistyped.values()
+    for _, fault in value_faults(group, path, mistyped):
+        yield fault
+    if not mistyped and hasattr(group, "faults"):
+        yield from group.faults()
+
+
+def _overlap(paths: Collection[str], fields: Collection[str]) -> bool:
+    """Returns whether one of the paths is that of a field, of a field in such a group, or of a group that has such a field."""
+    return any(
+        f"{path}.".startswith(f"{field}.") or f"{field}.".startswith(f"{path}.") for path in paths for field in fields
+    )
 
 
 def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
-    wrong = type_faults(config, "config")
-    yield from wrong.values()
+    type_errors = type_faults(config, "config")
+    yield from type_errors.values()
+    mistyped = [path.removeprefix("config.") for path in type_errors]
+    invalid = list(value_faults(config, "", mistyped))
+    for _, fault in invalid:
+        yield fault
+    wrong = [*mistyped, *(path for path, _ in invalid)]
 
     def typed(*fields: str) -> bool:
-        """Returns whether the fields have their declared types, so that their values can be checked."""
-        return not _any_is_in(wrong, fields)
+        """Returns whether the fields have their declared types, so that their values can be compared."""
+        return not _overlap(mistyped, fields)
 
-    traits = None
+    def valid(*fields: str) -> bool:
+        """Returns whether the values of the fields are valid by themselves."""
+        return not _overlap(wrong, fields)
+
+    for group in _GROUPS:
+        if typed(group):
+            yield from getattr(config, group).faults()
+    asked: WorkerRange | None = None
+    tasks = workers or 0
+    if valid("cluster.workers"):
+        asked = worker_range(config.cluster.workers)
+        if workers is None:
+            tasks = asked.most
+    traits: StrategyTraits | None = None
     if typed("strategy"):
-        faults = list(config.strategy.faults())
-        yield from faults
-        with contextlib.suppress(ConfigError):  # the strategy is unknown, which is reported above
+        try:
             traits = config.strategy.traits
-        tasks = (_most_workers(config) if typed("cluster") else 0) if workers is None else workers
-        if not faults and tasks > 0:
+        except ConfigError:  # the strategy is unknown, which is reported above
+            pass
+    replicas = 0
+    if traits:
+        replicas = _known_replicas(config.strategy, traits, tasks)
+        yield from _strategy_faults(config, traits, typed)
+        if valid("strategy") and tasks:
             yield from config.strategy.replicas_faults(tasks)
-    if typed("optimizer"):
-        yield from config.optimizer.faults()
-        steps = config.steps_per_epoch * config.epochs if typed("epochs", "steps_per_epoch") else 0
+        if typed("cluster"):
+            yield from _workers_faults(config, traits, asked, workers is not None)
+    if valid("global_batch_size", "per_replica_batch_size"):
+        yield from _batch_faults(config, replicas)
+    if typed("optimizer", "epochs", "steps_per_epoch"):
+        steps = config.steps_per_epoch * config.epochs
         accumulated = config.optimizer.arguments().get("gradient_accumulation_steps", 0)
-        if steps > 0 and isinstance(accumulated, int) and (fault := accumulation_fault(accumulated, steps)):
-            yield fault
-    if typed("schedule"):
-        yield from config.schedule.faults()
-    if typed("learning_rate_scaling"):
-        if config.learning_rate_scaling not in SCALINGS:
-            yield unknown_name_message("learning_rate_scaling", config.learning_rate_scaling, SCALINGS)
-        elif config.learning_rate_scaling != "none" and traits and traits.asynchronous:
-            yield (
-                f"learning_rate_scaling {config.learning_rate_scaling!r} is not possible under {config.strategy.name}, where "
-                "each step runs on one worker; use none."
-            )
-    if typed("compression"):
-        yield from config.compression.faults()
-        if traits and not traits.compresses and config.compression.name != "none":
-            yield (
-                f"compression {config.compression.name!r} is not possible under {config.strategy.name} (yet); use strategy "
-                "multi_worker_mirrored or mirrored, or compression.name=none."
-            )
-    if typed("backup"):
-        yield from config.backup.faults()
-    if typed("export"):
-        yield from config.export.faults()
-        if typed("task", "epochs", "validation_freq"):
-            best = config.export.best
-            yield from _metric_faults(config, f"export.best is {format_value(best)}", best)
-    if typed("monitoring"):
-        yield from config.monitoring.faults()
+        if steps > 0 and isinstance(accumulated, int):
+            fault = accumulation_fault(accumulated, steps)
+            if fault:
+                yield fault
     if typed("task", "task_options"):
         yield from _task_faults(config)
-    if typed("cluster", "strategy"):
-        yield from _workers_faults(config, traits, workers is not None)
     if typed("cluster", "backup", "task"):
         yield from _evaluator_faults(config)
-    if typed("global_batch_size", "per_replica_batch_size"):
-        sizes = (config.global_batch_size, config.per_replica_batch_size)
-        if min(sizes) < 0:
-            for field in ("global_batch_size", "per_replica_batch_size"):
-                yield from Range(0, MOST_STEPS).faults(field, getattr(config, field))
-        elif min(sizes) != 0 or max(sizes) == 0:
-            yield (
-                "Exactly one of global_batch_size and per_replica_batch_size must be set; the other must be 0. "
-                f"Received: {sizes[0]} and {sizes[1]}."
-            )
-        elif max(sizes) not in _COUNT:
-            field = "global_batch_size" if sizes[0] else "per_replica_batch_size"
-            yield from _COUNT.faults(field, max(sizes))
-        elif typed("cluster") and traits:
-            tasks = _most_workers(config) if workers is None else workers
-            if (replicas := _known_replicas(config.strategy, traits, tasks)) and (
-                fault := divisibility_fault(sizes[0], replicas)
-            ):
-                yield fault
-    if typed("precision") and config.precision not in PRECISIONS:
-        yield unknown_name_message("precision", config.precision, PRECISIONS)
-    if typed("initial_weights") and (path := config.initial_weights):
-        url_faults = list(storage.faults("initial_weights", path))
-        yield from url_faults
-        if not url_faults and not path.endswith((".weights.h5", ".keras")):
-            yield f"initial_weights must be a file .weights.h5 or .keras. Received: {format_value(path)}."
-    if typed("callbacks"):
-        yield from (callback_faults := list(callbacks.faults(config.callbacks)))
-        if not callback_faults and typed("task", "epochs", "validation_freq", "optimizer"):
+    if typed("task", "epochs", "validation_freq"):
+        if typed("export"):
+            best = config.export.best
+            yield from _metric_faults(config, f"export.best is {format_value(best)}", best)
+        if valid("callbacks") and typed("optimizer"):
             yield from _callback_faults(config)
-    if typed("nan_policy", "strategy"):
-        yield from nan_policy_faults(config.nan_policy, config.strategy.name, traits)
-    if typed("jit_compile", "precision", "optimizer") and traits:
+
+
+def _strategy_faults(config: TrainConfig, traits: StrategyTraits, typed: Callable[..., bool]) -> Iterator[str]:
+    """Yields the errors of fields that the strategy does not support."""
+    name = config.strategy.name
+    scaling = config.learning_rate_scaling
+    if typed("learning_rate_scaling") and scaling in ("linear", "sqrt") and traits.asynchronous:
+        yield (
+            f"learning_rate_scaling {scaling!r} is not possible under {name}, where "
+            "each step runs on one worker; use none."
+        )
+    if typed("compression") and config.compression.name != "none" and not traits.compresses:
+        yield (
+            f"compression {config.compression.name!r} is not possible under {name} (yet); use strategy "
+            "multi_worker_mirrored or mirrored, or compression.name=none."
+        )
+    if typed("deterministic") and config.deterministic and config.strategy.batch_shares == "by_speed":
+        yield SHARES_NEED_A_CLOCK
+    if typed("nan_policy") and config.nan_policy in NAN_POLICIES:
+        yield from nan_policy_faults(config.nan_policy, name, traits)
+    if typed("jit_compile", "precision", "optimizer"):
         yield from _refused_option_faults(config, traits)
-    for name, allowed in _RANGES.items():
-        if typed(name):
-            yield from allowed.faults(name, getattr(config, name))
+
+
+def _batch_faults(config: TrainConfig, replicas: int) -> Iterator[str]:
+    sizes = (config.global_batch_size, config.per_replica_batch_size)
+    if min(sizes) > 0 or max(sizes) == 0:
+        yield (
+            "Exactly one of global_batch_size and per_replica_batch_size must be set; the other must be 0. "
+            f"Received: {sizes[0]} and {sizes[1]}."
+        )
+    elif replicas:
+        yield from divisibility_faults(config.global_batch_size, replicas)
 
 
 def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
@@ -174,16 +166,18 @@ def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
     for name in getattr(config, "__dict__", ()):  # a class with slots has no `__dict__`
         # Private attributes, and attributes of the class (a cached property), are not misspelled fields.
         if name not in fields and not name.startswith("_") and not hasattr(type(config), name):
-            yield f"{path}.{name}", unknown_field(f"{path}.{name}", config, name)
+            where = f"{path}.{name}".removeprefix(".")
+            yield where, unknown_field(where, config, name)
     for field in fields.values():
-        value, expected = getattr(config, field.name), hints[field.name]
+        value = getattr(config, field.name)
+        expected = hints[field.name]
         if typing.get_origin(expected) is dict:
             expected = dict
         if typing.get_origin(expected) in (typing.Union, types.UnionType) and type(None) in typing.get_args(expected):
             if value is None:
                 continue
             expected = next(kind for kind in typing.get_args(expected) if kind is not type(None))
-        where = f"{path}.{field.name}"
+        where = f"{path}.{field.name}".removeprefix(".")
         number = isinstance(value, int) and not isinstance(value, bool)
         if expected is float and number and abs(value) <= sys.float_info.max:
             continue
@@ -207,6 +201,11 @@ def _callback_faults(config: TrainConfig) -> Iterator[str]:
         and not config.optimizer.arguments().get("use_ema")
     ):
         yield "callbacks: SwapEMAWeights needs optimizer.use_ema, but it is False; set it to True, or remove the callback."
+    if "SwapEMAWeights" in names and config.strategy.shard_optimizer:
+        yield (
+            "callbacks: SwapEMAWeights is not possible with strategy.shard_optimizer, which splits the averages; remove the callback (the "
+            "weights are the averages after the training), or set shard_optimizer to False."
+        )
     if "RemoteMonitor" in names and not importlib.util.find_spec("requests"):
         yield "callbacks: RemoteMonitor needs the package requests, which is not installed; install it, or remove the callback."
 
@@ -221,10 +220,11 @@ def _metric_faults(config: TrainConfig, monitored: str, metric: str) -> Iterator
 
 
 def _has_eval_data(config: TrainConfig) -> bool:
-    with contextlib.suppress(ConfigError):  # the task is unknown, which is reported elsewhere
+    try:
         method = getattr(registry.resolve("task", config.task, registry.TASKS), "eval_data", None)
-        return method is not None and method.__module__ != _BASE_OF_TASKS
-    return True
+    except ConfigError:  # the task is unknown, which is reported elsewhere
+        return True
+    return method is not None and method.__module__ != _BASE_OF_TASKS
 
 
 def _task_faults(config: TrainConfig) -> Iterator[str]:
@@ -235,39 +235,37 @@ def _task_faults(config: TrainConfig) -> Iterator[str]:
         return
     expected = getattr(task, "Options", None)
     missing = [name for name in ("build_model", "compile_arguments", "train_data") if not hasattr(task, name)]
-    if not isinstance(expected, type) or missing:
-        yield f"task {config.task!r} is not a tfdist.Task: it has no {missing[0] if missing else 'Options'!r}."
+    if missing or not isinstance(expected, type):
+        name = next(iter(missing), "Options")
+        yield f"task {config.task!r} is not a tfdist.Task: it has no {name!r}."
         return
+    options = config.task_options
     try:
-        options = default_options(config.task, expected) if config.task_options is None else config.task_options
+        if options is None:
+            options = default_options(config.task, expected)
     except ConfigError as e:
         yield from e.faults
         return
+    faults = getattr(options, "faults", None)
     if not isinstance(options, expected):
         yield (
             f"task {config.task!r} takes task_options of {_full_name(expected)}. "
             f"Received: {_full_name(type(options))}; set task and task_options together, in the config file."
         )
-    elif callable(faults := getattr(options, "faults", None)):
+    elif callable(faults):
         yield from faults()
 
 
 def _full_name(kind: type) -> str:
-    return kind.__qualname__ if kind.__module__ == "builtins" else f"{kind.__module__}.{kind.__qualname__}"
+    return f"{kind.__module__}.{kind.__qualname__}".removeprefix("builtins.")
 
 
-def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_cluster: bool) -> Iterator[str]:
-    workers = None
-    try:
-        workers = worker_range(config.cluster.workers)
-    except ConfigError as e:
-        yield from e.faults
-    yield from Range(0, MOST_SECONDS).faults("cluster.join_seconds", config.cluster.join_seconds)
-    yield from Range(0, MOST_TASKS).faults("cluster.ps", config.cluster.ps)
-    if traits is None:
-        return
+def _workers_faults(
+    config: TrainConfig, traits: StrategyTraits, workers: WorkerRange | None, in_cluster: bool
+) -> Iterator[str]:
     if workers and workers.is_elastic and not in_cluster:
         yield from _elastic_faults(config, traits)
+    yield from _ray_faults(config)
     if traits.asynchronous:
         if config.cluster.ps == 0 and not in_cluster:
             yield f"strategy {config.strategy.name!r} needs a parameter server: use --config.cluster.ps=1 or more. Received: 0."
@@ -283,11 +281,9 @@ def _workers_faults(config: TrainConfig, traits: StrategyTraits | None, in_clust
         )
 
 
-def _most_workers(config: TrainConfig) -> int:
-    try:
-        return worker_range(config.cluster.workers).most
-    except ConfigError:  # reported elsewhere
-        return 0
+def _ray_faults(config: TrainConfig) -> Iterator[str]:
+    if config.cluster.ray and config.cluster.ps:
+        yield "cluster.ray starts synchronous workers; leave cluster.ray empty, or leave cluster.ps at 0."
 
 
 def _elastic_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
@@ -310,11 +306,7 @@ def _elastic_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str
 
 
 def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
-    number = config.cluster.evaluator
-    for name in ("evaluator", "warm"):
-        if (value := getattr(config.cluster, name)) not in (0, 1):
-            yield f"cluster.{name} must be 0 or 1. Received: {format_value(value)}."
-    if number < 1:
+    if config.cluster.evaluator < 1:
         return
     if config.backup.save_freq == "never":
         yield (
@@ -332,22 +324,29 @@ def _known_replicas(strategy: StrategyConfig, traits: StrategyTraits, workers: i
     """Returns the number of replicas if it is known without TensorFlow, else 0."""
     if strategy.replicas and traits.mirrors:
         return max(strategy.replicas, 0)
+    devices = 0
+    if strategy.virtual_cpus <= MAX_VIRTUAL_CPUS:  # more are an error of their own
+        devices = len(strategy.device_names)
     if traits.several_processes:
         # Without names, a worker has a replica for each GPU. The number of GPUs is unknown here, so the
         # batch must only be divisible by `workers`.
-        return max(workers, 0) * (len(strategy.device_names) or 1 if strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 1)
+        return max(workers, 0) * max(devices, 1)
     if traits.asynchronous or traits.devices == "one":  # each step runs on one worker, or on one device
         return 1
-    return len(strategy.device_names) if traits.devices == "each" and strategy.virtual_cpus <= MAX_VIRTUAL_CPUS else 0
+    if traits.devices == "each":
+        return devices
+    return 0
 
 
-def divisibility_fault(batch_size: int, replicas: int) -> str:
-    """Returns the error for a global batch size that the replicas do not divide, or an empty text."""
+def divisibility_faults(batch_size: int, replicas: int) -> Iterator[str]:
+    """Yields the error for a global batch size that the replicas do not divide."""
     if batch_size % replicas == 0:
-        return ""
-    below = batch_size // replicas * replicas
-    choice = f"{below} or {below + replicas}" if below else f"{replicas}"
-    return f"global_batch_size {batch_size} is not divisible by {replicas} replicas; use {choice}."
+        return
+    above = -(-batch_size // replicas) * replicas
+    choice = f"{above}"
+    if above > replicas:
+        choice = f"{above - replicas} or {above}"
+    yield f"global_batch_size {batch_size} is not divisible by {replicas} replicas; use {choice}."
 
 
 def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
@@ -356,19 +355,14 @@ def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
     Raises:
         ConfigError: The replicas do not divide the batch. An uneven split would weigh examples unequally.
     """
-    if fault := divisibility_fault(global_batch_size, num_replicas):
-        raise ConfigError(fault)
+    faults = list(divisibility_faults(global_batch_size, num_replicas))
+    if faults:
+        raise ConfigError(faults)
     return global_batch_size // num_replicas
 
 
 def nan_policy_faults(policy: str, strategy: str, traits: StrategyTraits | None) -> Iterator[str]:
-    """Yields an error for a NaN policy that is unknown, or impossible under the strategy.
-
-    Args:
-        policy: The policy.
-        strategy: The strategy's name.
-        traits: The strategy's traits, or None if they are unknown.
-    """
+    """Yields an error for a NaN policy that is unknown, or impossible under the strategy, whose traits may be unknown (None)."""
     if policy not in NAN_POLICIES:
         yield unknown_name_message("nan_policy", policy, NAN_POLICIES)
     elif policy == "skip" and traits and traits.asynchronous:

@@ -20,13 +20,13 @@ import tensorflow as tf
 from tfdist.aliases import Structure
 from tfdist.data import parquet_files, stored_files
 from tfdist.data.epoch_order import WINDOW
-from tfdist.data.stored import RowSource, StoredData, check_options
+from tfdist.data.row_source import RowSource, block_rows
+from tfdist.data.stored import StoredData, check_options
 from tfdist.errors import ConfigError, format_value, list_first
 
 _ENDINGS = (".npy", ".npz", ".parquet")
 KERAS_COLUMNS = ("x", "y", "sample_weight")
-_SHARD = re.compile(r"(?P<column>.+?)(?:-(?P<shard>\d+)(?:-of-\d+)?)?\.npy")
-_BLOCK_BYTES, _BLOCK_ROWS, _MOST_BLOCKS = 1 << 20, 1 << 12, 1 << 16
+_SHARD = re.compile(r"(.+?)-(\d+)(?:-of-\d+)?")  # the column and the number of a shard, in its file's name
 _MOST_MAPS = 256  # maps that are open at once: each holds a file descriptor
 _LONG_ROW = 2048  # bytes, from which on a second copy of a row costs more than a call of NumPy
 # Of a zip file's member: signature, lengths of the name and of the extra field.
@@ -57,7 +57,9 @@ class StoredArray:
 
     @property
     def name(self) -> str:
-        return f"{self.path}[{self.member!r}]" if self.member else self.path
+        if not self.member:
+            return self.path
+        return f"{self.path}[{self.member!r}]"
 
     @functools.cached_property
     def row_bytes(self) -> int:
@@ -75,7 +77,7 @@ class StoredArray:
         if not self.row_bytes:
             return np.zeros((len(rows), *self.shape), self.dtype.newbyteorder("="))
         values = rows.view(self.dtype).reshape(len(rows), *self.shape)
-        return values if self.dtype.isnative else values.astype(self.dtype.newbyteorder("="))
+        return values.astype(self.dtype.newbyteorder("="), copy=False)
 
 
 class ArrayFiles(RowSource):
@@ -96,9 +98,8 @@ class ArrayFiles(RowSource):
         self.spec = tf.nest.pack_sequence_as(columns, specs)
         lengths = np.array([arrays[0].length for arrays in self._shards], np.int64)
         row_bytes = sum(array.row_bytes for array in first)
-        self._block_rows = max(
-            min(_BLOCK_BYTES // max(row_bytes, 1), _BLOCK_ROWS), -(-int(lengths.sum()) // _MOST_BLOCKS), 1
-        )
+        self._block_rows = block_rows(int(lengths.sum()), row_bytes)
+        # A block has rows of one shard. Blocks count over all shards, and within each.
         counts = -(-lengths // self._block_rows)
         self._shard_of_block = np.repeat(np.arange(len(lengths)), counts)
         self._block_in_shard = np.arange(counts.sum()) - np.repeat(np.cumsum(counts) - counts, counts)
@@ -132,6 +133,7 @@ class ArrayFiles(RowSource):
         gathered = np.empty((len(rows), self._shards[0][column].row_bytes), np.uint8)
         for shard, indices in by_shard:
             array = self._rows(self._shards[shard][column])
+            # `array[rows]` copies the rows, and the assignment copies them once more.
             if gathered.shape[1] < _LONG_ROW:
                 gathered[indices] = array[rows[indices]]
             else:
@@ -141,6 +143,7 @@ class ArrayFiles(RowSource):
 
     def _rows(self, array: StoredArray) -> np.ndarray:
         stored_files.check_unchanged(array.path, array.version)
+        # A map that is dropped closes once no thread reads its rows.
         with self._lock:
             if array not in self._maps:
                 self._maps[array] = array.map()
@@ -159,7 +162,6 @@ def arrays_from(
     columns: Structure | None = None,
     window: int | None = None,
     cache: str | os.PathLike[str] | None = None,
-    cache_bytes: int | None = None,
 ) -> StoredData:
     """Opens arrays in files, which may be larger than memory, as data for `fit`, `evaluate`, `predict` and `validation_data`.
 
@@ -187,13 +189,10 @@ def arrays_from(
         window: The number of examples that are shuffled among each other. Blocks of at most 1 MB of neighboring examples, or
             row groups of Parquet, are shuffled over all data. None means 262,144, and for Parquet at most the examples of some
             128 MB: each process holds the row groups of two windows in memory.
-        cache: Where the results of `map` are kept after their first use: "memory" of each process, or a folder, such as one on an
-            SSD, also for later runs. `map` then receives blocks of neighboring examples, must treat each example alone, and
-            must not be random: put augmentation into layers of the model. A change of `map` or of the files is recognized;
-            a change of files that `map` itself opens is not.
-        cache_bytes: The limit of the cache; for a folder, of all caches in it. Caches that no process uses are removed, the
-            least recently used first; if that is not enough, `map` is called for the other examples in each epoch. None means
-            a quarter of the free memory, or 90 % of the folder's free space.
+        cache: Where the results of `map` are kept: "memory" of each process, or a folder, such as one on an SSD, also for later runs
+            and other workers of the host. They are computed before the first step, by one process of a host. `map` then receives
+            blocks of neighboring examples, must treat each example alone, and must not be random: put augmentation into layers of
+            the model. A change of `map` or of the files is recognized; a change of files that `map` itself opens is not.
 
     Returns:
         The data. `dataset()` returns a plain `tf.data` pipeline of the same batches.
@@ -210,7 +209,9 @@ def arrays_from(
         >>> tfdist.data.arrays_from(folder, batch_size=4).steps_per_epoch
         2
     """
-    if faults := check_options(batch_size, seed, map, WINDOW if window is None else window, cache, cache_bytes):
+    shuffled = WINDOW if window is None else window
+    faults = check_options(batch_size, seed, map, shuffled, cache)
+    if faults:
         raise ConfigError(faults)
     path = os.fspath(path)
     files = stored_files.find(path, _ENDINGS)
@@ -229,17 +230,16 @@ def arrays_from(
         opened = parquet_files.open_files(files)
         columns = _structure(columns, {name for file in opened for name in file.columns}, path)
         source = parquet_files.ParquetFiles(opened, columns, window)
-        window = source.window
+        shuffled = source.window
     else:
         shards = _open(files)
         columns = _structure(columns, {name for _, arrays in shards for name in arrays}, path)
         stored_files.raise_all(_differences(shards, tf.nest.flatten(columns)))
         source = ArrayFiles([arrays for _, arrays in shards], columns)
-        window = WINDOW if window is None else window
     if not source.sizes.sum():
         names = ", ".join(tf.nest.flatten(columns))
         raise ConfigError(f"{path} holds no examples: the arrays {names} have length 0. Write some.")
-    return StoredData(source, batch_size, seed, shuffle, map, window, cache, cache_bytes)
+    return StoredData(source, batch_size, seed, shuffle, map, shuffled, cache)
 
 
 def _open(files: Sequence[str]) -> list[tuple[str, dict[str, StoredArray]]]:
@@ -248,15 +248,19 @@ def _open(files: Sequence[str]) -> list[tuple[str, dict[str, StoredArray]]]:
     faults = []
     for file in files:
         try:
+            name = os.path.basename(file)
             if file.endswith(".npz"):
-                shards[0, os.path.basename(file)] = dict(_npz_arrays(file))
-            else:
-                match = _SHARD.fullmatch(os.path.basename(file))
-                shard = match["shard"] if match else None
-                column = match["column"] if match else os.path.basename(file)[:-4]
-                key = (0, "") if shard is None else (int(shard), f"shard {int(shard)}")
-                with open(file, "rb") as opened:
-                    shards.setdefault(key, {})[column] = _npy_array(opened, file)
+                shards[0, name] = dict(_npz_arrays(file))
+                continue
+            column = name.removesuffix(".npy")
+            key = (0, "")
+            match = _SHARD.fullmatch(column)
+            if match:
+                column = match[1]
+                number = int(match[2])
+                key = (number, f"shard {number}")
+            with open(file, "rb") as opened:
+                shards.setdefault(key, {})[column] = _npy_array(opened, file)
         except (OSError, ValueError) as e:
             faults.append(f"{file} cannot be read: {e}")
     stored_files.raise_all(faults)
@@ -290,8 +294,10 @@ def _npz_arrays(path: str) -> Iterator[tuple[str, StoredArray]]:
 def _npy_array(file: IO[bytes], path: str, member: str = "") -> StoredArray:
     """Reads the header of an array that begins at the position of an open file. Raises ValueError if its rows cannot be mapped."""
     what = f"array {member!r}" if member else "it"
+    read_header = np.lib.format.read_array_header_2_0
     major, _ = np.lib.format.read_magic(file)
-    read_header = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    if major == 1:
+        read_header = np.lib.format.read_array_header_1_0
     shape, fortran_order, dtype = read_header(file)
     if dtype.hasobject:
         raise ValueError(f"{what} holds Python objects, which are not unpickled. Save an array of numbers.")
@@ -320,7 +326,8 @@ def _structure(columns: Structure | None, names: set[str], path: str) -> Structu
                 "used without columns: name the arrays of a batch, such as columns=('images', 'labels')."
             )
         return tuple(name for name in KERAS_COLUMNS if name in names)
-    columns = (columns,) if isinstance(columns, str) else columns
+    if isinstance(columns, str):
+        columns = (columns,)
     wanted = tf.nest.flatten(columns)
     if not wanted or not all(isinstance(name, str) for name in wanted):
         raise ConfigError(f"columns must be names of arrays, such as ('x', 'y'). Received: {format_value(columns)}.")
@@ -341,8 +348,10 @@ def _differences(shards: Sequence[tuple[str, Mapping[str, StoredArray]]], names:
             yield f"Arrays of one shard must have the same number of examples. Received: {lengths}."
         for name in dict.fromkeys(names):
             array = arrays.get(name)
-            first = firsts.setdefault(name, array) if array else None
-            if array and first and (array.dtype, array.shape) != (first.dtype, first.shape):
+            if array is None:
+                continue
+            first = firsts.setdefault(name, array)
+            if (array.dtype, array.shape) != (first.dtype, first.shape):
                 yield (
                     f"The shards of {name!r} must have one type and shape. Received: {first.dtype}{list(first.shape)} in {first.name}, "
                     f"{array.dtype}{list(array.shape)} in {array.name}."

@@ -78,7 +78,9 @@ def epochs(
 
     def batch(indices: tf.Tensor) -> Structure:
         rows = tf.nest.pack_sequence_as(arrays, [sent_arrays.gather(column, indices) for column in columns])
-        return load(rows) if load else rows
+        if load:
+            return load(rows)
+        return rows
 
     if not load:  # only `load` may need AutoGraph, whose first use takes half a second
         batch = tf.autograph.experimental.do_not_convert(batch)
@@ -86,9 +88,10 @@ def epochs(
     def starting_at(element: int) -> tf.data.Dataset:
         # Complete epochs are skipped, and their order is not computed. That needs epochs of equal length, which the pipelines have only if the
         # replicas are divided evenly among them.
-        skipped_epochs = element // (steps * replicas // pipelines) if replicas % pipelines == 0 else 0
-        dataset = tf.data.Dataset.counter(start_epoch + skipped_epochs).flat_map(order)
-        dataset = dataset.skip(element - skipped_epochs * (steps * replicas // pipelines))
+        skipped_epochs = 0
+        if replicas % pipelines == 0:
+            skipped_epochs, element = divmod(element, steps * replicas // pipelines)
+        dataset = tf.data.Dataset.counter(start_epoch + skipped_epochs).flat_map(order).skip(element)
         dataset = dataset.map(batch, num_parallel_calls=tf.data.AUTOTUNE, deterministic=True)
         # Declare the dataset endless: else TensorFlow checks before each step, by a collective, whether all workers have data.
         dataset = dataset.apply(tf.data.experimental.assert_cardinality(tf.data.INFINITE_CARDINALITY))
@@ -102,5 +105,4 @@ def epochs(
 def batch_size(dataset: tf.data.Dataset) -> int | None:
     """Returns the batch size of a dataset's outermost `batch`, or None if it has no `batch`."""
     sizes = map(tf_internals.own_batch_size, walk(dataset))
-    size = next((size for size in sizes if size is not None), None)
-    return None if size is None else int(size)
+    return next((int(size) for size in sizes if size is not None), None)

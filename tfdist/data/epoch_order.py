@@ -29,7 +29,9 @@ class EpochOrder:
 
     def __init__(self, sizes: Sequence[int] | np.ndarray, seed: int, shuffle: bool, window: int = WINDOW):
         self._sizes = np.asarray(sizes, np.int64)
-        self._seed, self._shuffle, self._window = seed, shuffle, window
+        self._seed = seed
+        self._shuffle = shuffle
+        self._window = window
         self.num_examples = int(self._sizes.sum())
         # Parallel reads are close to each other: they need the blocks of two epochs and the rows of a few windows.
         self._blocks = functools.lru_cache(2)(self._permute_blocks)
@@ -64,7 +66,9 @@ class EpochOrder:
         blocks, starts = self._blocks(epoch)
         first, last = np.searchsorted(starts, [window * self._window, (window + 1) * self._window])
         begin = int(starts[first])
-        end = int(starts[last]) if last < len(starts) else self.num_examples
+        end = self.num_examples
+        if last < len(starts):
+            end = int(starts[last])
         rows = _permutation(end - begin, f"{self._seed}/{epoch}/{window}")
         return begin, *_locate(begin + rows, blocks, starts)
 

@@ -58,6 +58,7 @@ class GeneratorBatches:
             if number < first:
                 return []
             batch = self._ahead[number - first]
+            # Batches that are read and not used stay: the next loop begins with them.
             for _ in range(min(self.used, number + 1) - first):
                 self._ahead.popleft()
             return [batch]

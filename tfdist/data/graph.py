@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import numpy as np
 import tensorflow as tf
@@ -42,11 +41,6 @@ def walk(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
         yield from walk(source)
 
 
-def functions(dataset: tf.data.Dataset) -> Iterator[Any]:
-    """Yields the traced functions of one dataset node, such as the function of `map`."""
-    yield from tf_internals.dataset_functions(dataset)
-
-
 def nodes(graph: tf.Graph) -> Iterator[tf.compat.v1.NodeDef]:
     """Yields the operations of a graph, and of all functions that it calls."""
     for scope in _scopes(graph):
@@ -62,7 +56,7 @@ def tensors(dataset: tf.data.Dataset) -> list[Structure]:
     found: list[Structure] = []
     for node in walk(dataset):
         found.extend(tf_internals.dataset_tensors(node))
-        for function in functions(node):
+        for function in tf_internals.dataset_functions(node):
             found.extend(value for value in function.captured_inputs if _has_rows(value.shape))
             found.extend(_tables(function.graph))
     return [_without_names(value) for value in found if value.dtype not in (tf.variant, tf.resource)]
@@ -84,7 +78,9 @@ def _without_names(value: Structure) -> Structure:
     if value.dtype != tf.string:
         return value
     has_text = tf.reduce_any(tf.strings.regex_full_match(value, r"(?s).*\s.*"))
-    return value if has_text else tf.zeros(tf.shape(value), tf.int8)
+    if has_text:
+        return value
+    return tf.zeros(tf.shape(value), tf.int8)
 
 
 def describe_order(dataset: tf.data.Dataset) -> list[str]:
@@ -107,7 +103,8 @@ def describe_order(dataset: tf.data.Dataset) -> list[str]:
         kind = tf_internals.dataset_kind(node)
         method, names = _METHODS.get(kind, (kind.lower(), ()))
         parts = [f"{name}={number}" for name, number in tf_internals.dataset_numbers(node, names).items()]
-        if seeds := sorted(_function_seeds(node, kind in ("Filter", "TakeWhile"))):
+        seeds = sorted(_function_seeds(node, kind in ("Filter", "TakeWhile")))
+        if seeds:
             parts.append(f"seeds in its function={seeds}")
         if parts or kind in _METHODS:
             transformations.append(f"{method}({', '.join(parts)})")
@@ -116,15 +113,16 @@ def describe_order(dataset: tf.data.Dataset) -> list[str]:
 
 def _function_seeds(dataset: tf.data.Dataset, selects: bool) -> Iterator[list[int]]:
     """Yields the seeds of datasets in the functions of `dataset`; with `selects` also the seeds of random operations there."""
-    for function in functions(dataset):
+    for function in tf_internals.dataset_functions(dataset):
         for scope in _scopes(function.graph):
             for node in scope.values():
-                if "Dataset" in node.op and (definition := tf_internals.operation_definition(node.op)):
+                definition = tf_internals.operation_definition(node.op)
+                if "Dataset" in node.op and definition:
                     names = [argument.name for argument in definition.input_arg]
-                    inputs = [name for name in node.input if not name.startswith("^")]
-                    seeds = [
-                        name for argument, name in zip(names, inputs, strict=False) if argument in ("seed", "seed2")
-                    ]
+                    inputs = [name for name in node.input if not name.startswith("^")]  # without control inputs
+                    # An argument may be a list of inputs; no dataset has one before its seeds.
+                    pairs = zip(names, inputs, strict=False)
+                    seeds = [name for argument, name in pairs if argument in ("seed", "seed2")]
                     if seeds:
                         yield sorted({number for name in seeds for number in _constants(scope, name)} - {0, 2**31 - 1})
                 elif selects and "seed2" in node.attr:
@@ -145,5 +143,7 @@ def _constants(scope: dict[str, tf.compat.v1.NodeDef], name: str) -> list[int]:
         return []
     if node.op == "Const":
         value = tf.make_ndarray(node.attr["value"].tensor)
-        return [int(value)] if value.shape == () and value.dtype.kind == "i" else []
+        if value.shape == () and value.dtype.kind == "i":
+            return [int(value)]
+        return []
     return [number for source in node.input for number in _constants(scope, source.lstrip("^"))]

@@ -17,10 +17,11 @@ import tensorflow as tf
 from tfdist.aliases import Structure
 from tfdist.data import stored_files
 from tfdist.data.epoch_order import WINDOW
-from tfdist.data.stored import RowSource
+from tfdist.data.row_source import RowSource
 from tfdist.errors import ConfigError, list_first
 
 _WINDOW_BYTES = 128 << 20
+_STRINGS: tuple[type[Any], tuple[int, ...]] = (object, ())  # the type and the shape of a row of strings or bytes
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -55,11 +56,12 @@ class ParquetFile:
                 where = f"{self.path}, row group {group}, column {name!r}"
                 try:
                     (column,) = file.read_row_group(group, [name], use_threads=False).columns
-                    if isinstance(_tensor_type(column.type), str):
+                    if _tensor_type(column.type) == _STRINGS:
                         # Offsets of 64 bits: a row group may hold more than 2 GB.
                         column = column.cast(pa.large_binary())
                     array = column.combine_chunks()
-                    array = array.combine_chunks() if isinstance(array, pa.ChunkedArray) else array
+                    if isinstance(array, pa.ChunkedArray):
+                        array = array.combine_chunks()
                 except (OSError, ValueError, pa.ArrowException) as e:
                     reason = " ".join(str(e).split())
                     raise ValueError(
@@ -96,11 +98,8 @@ class ParquetFiles(RowSource):
         self._columns = [self._names.index(name) for name in names]
         stored_files.raise_all(_faults(files, self._names))
         types = [_tensor_type(files[0].columns[name]) for name in names]
-        self._types = [None if isinstance(kind, str) else kind for kind in types]
-        specs = [
-            tf.TensorSpec((), tf.string) if kind is None else tf.TensorSpec(kind[1], tf.as_dtype(kind[0]))
-            for kind in self._types
-        ]
+        self._types = [kind for kind in types if kind]  # `_faults` has an error for others
+        specs = [tf.TensorSpec(shape, tf.as_dtype(dtype)) for dtype, shape in self._types]
         self.spec = tf.nest.pack_sequence_as(columns, specs)
         self._groups = [(file, group) for file in files for group in range(len(file.sizes))]
         self.sizes = np.array([file.sizes[group] for file, group in self._groups], np.int64)
@@ -108,39 +107,41 @@ class ParquetFiles(RowSource):
             [(os.path.basename(f.path), f.sizes, [(n, str(f.columns[n])) for n in self._names]) for f in files]
         )
         self.version = stored_files.describe((file.path, file.version) for file in files)
-        self.window = self._default_window(files) if window is None else int(window)
+        if window is None:
+            window = self._default_window(files)
+        self.window = int(window)
         self._most_rows = 2 * (self.window + int(self.sizes.max(initial=0)))
         self._decoded: collections.OrderedDict[int, list[Any]] = collections.OrderedDict()
         self._locks: collections.defaultdict[int, threading.Lock] = collections.defaultdict(threading.Lock)
         self._lock = threading.Lock()
 
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        groups = [(block, np.flatnonzero(blocks == block)) for block in np.unique(blocks).tolist()]
-        read = [np.empty((len(rows), *(kind[1] if kind else ())), kind[0] if kind else object) for kind in self._types]
-        for block, indices in groups:
+        read = [np.empty((len(rows), *shape), dtype) for dtype, shape in self._types]
+        for block in np.unique(blocks).tolist():
+            indices = np.flatnonzero(blocks == block)
             decoded = self._block(block)
-            for column, values, kind in zip(self._columns, read, self._types, strict=True):
-                if kind:
-                    values[indices] = decoded[column][rows[indices]]
-                else:
+            for column, values in zip(self._columns, read, strict=True):
+                if values.dtype == object:
                     values[indices] = decoded[column].take(rows[indices]).to_numpy(zero_copy_only=False)
+                else:
+                    values[indices] = decoded[column][rows[indices]]
         return read
 
     def _block(self, block: int) -> list[Any]:
         """Returns a decoded row group: arrays of numbers, and pyarrow's arrays of bytes."""
+        # A lock for each row group: parallel reads decode it once, and different ones at once.
         with self._lock:
             lock = self._locks[block]
-        with lock:  # parallel reads decode a row group once
+        with lock:
             with self._lock:
                 if block in self._decoded:
                     self._decoded.move_to_end(block)
                     return self._decoded[block]
             file, group = self._groups[block]
-            kinds = {column: kind for column, kind in zip(self._columns, self._types, strict=True)}
-            decoded = [
-                array if (kind := kinds[column]) is None else _numbers(array, int(self.sizes[block]), *kind)
-                for column, array in enumerate(file.read(group, self._names))
-            ]
+            decoded = file.read(group, self._names)
+            for column, kind in dict(zip(self._columns, self._types, strict=True)).items():
+                if kind != _STRINGS:
+                    decoded[column] = _numbers(decoded[column], int(self.sizes[block]), *kind)
             with self._lock:
                 self._decoded[block] = decoded
                 while len(self._decoded) > 1 and self.sizes[list(self._decoded)].sum() > self._most_rows:
@@ -156,7 +157,8 @@ class ParquetFiles(RowSource):
             for chunk in map(file.metadata.row_group(group).column, range(file.metadata.num_columns))
             if chunk.path_in_schema.split(".")[0] in self._names
         )
-        numbers = sum(math.prod(kind[1]) * np.dtype(kind[0]).itemsize for kind in self._types if kind)
+        # Numbers that are encoded, such as by a dictionary, take less space in the file than in memory.
+        numbers = sum(math.prod(kind[1]) * np.dtype(kind[0]).itemsize for kind in self._types if kind != _STRINGS)
         row_bytes = max(stored // max(int(self.sizes.sum()), 1), numbers, 1)
         return max(1, min(WINDOW, _WINDOW_BYTES // row_bytes))
 
@@ -168,7 +170,8 @@ def open_files(paths: Sequence[str]) -> list[ParquetFile]:
         from pyarrow import parquet
     except ImportError as e:
         raise ConfigError(f"{paths[0]} needs pyarrow: pip install 'tfdist[parquet]'") from e
-    files, faults = [], []
+    files = []
+    faults = []
     for path in paths:
         try:
             opened = stored_files.version(os.stat(path))
@@ -194,7 +197,8 @@ def _faults(files: Sequence[ParquetFile], names: Sequence[str]) -> Iterator[str]
                     f"{list_first(sorted(file.columns), stored_files.MOST_FAULTS)}."
                 )
                 continue
-            kind, first = file.columns[name], files[0].columns.get(name, file.columns[name])
+            kind = file.columns[name]
+            first = files[0].columns.get(name, kind)
             if _tensor_type(kind) is None:
                 yield (
                     f"{file.path}, column {name!r} has the type {kind}. Write numbers, booleans, strings, bytes, or lists of a fixed "
@@ -231,7 +235,9 @@ def _without_nulls(array: Any, where: str) -> Any:
 
     if array.null_count:
         raise ValueError(_null_message(where, array.null_count))
-    return _without_nulls(array.flatten(), where) if pa.types.is_fixed_size_list(array.type) else array
+    if pa.types.is_fixed_size_list(array.type):
+        return _without_nulls(array.flatten(), where)
+    return array
 
 
 def _numbers(array: Any, rows: int, dtype: type[Any], shape: tuple[int, ...]) -> np.ndarray:
@@ -240,11 +246,11 @@ def _numbers(array: Any, rows: int, dtype: type[Any], shape: tuple[int, ...]) ->
 
 
 @functools.lru_cache(256)
-def _tensor_type(kind: Any) -> tuple[type[Any], tuple[int, ...]] | str | None:
-    """Returns the NumPy type and the shape of a row of an Arrow type, "string" for strings and bytes, or None if it has none."""
-    import pyarrow as pa
+def _tensor_type(kind: Any) -> tuple[type[Any], tuple[int, ...]] | None:
+    """Returns the NumPy type and the shape of a row of an Arrow type, or None if it has none."""
+    from pyarrow import types
 
-    types, shape = pa.types, []
+    shape: list[int] = []
     while types.is_fixed_size_list(kind):
         shape.append(kind.list_size)
         kind = kind.value_type
@@ -252,4 +258,6 @@ def _tensor_type(kind: Any) -> tuple[type[Any], tuple[int, ...]] | str | None:
         return np.dtype(kind.to_pandas_dtype()).type, tuple(shape)
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_bytes = types.is_binary(kind) or types.is_large_binary(kind) or types.is_fixed_size_binary(kind)
-    return "string" if (is_text or is_bytes) and not shape else None
+    if (is_text or is_bytes) and not shape:
+        return _STRINGS
+    return None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import collections
-import contextlib
 import dis
 import functools
 import itertools
@@ -22,7 +21,9 @@ from tfdist.compat.tf_internals import PYTHON_FUNCTION_HOLDERS
 PROCESS_GENERATORS: tuple[RandomGenerator, RandomGenerator] = (random.getstate.__self__, np.random.get_state.__self__)  # type: ignore[attr-defined]
 _KINDS = (np.random.Generator, np.random.BitGenerator, np.random.RandomState, random.Random)
 _LIBRARIES = {"tensorflow", "keras", "numpy", "tfdist"}
-_MOST_OBJECTS, _MOST_ITEMS = 5000, 100  # limits of the search, for example in a list of a million file names
+# Limits of the search, for example in a list of a million file names.
+_MOST_OBJECTS = 5000
+_MOST_ITEMS = 100
 
 
 def find_generators(*roots: Any) -> list[RandomGenerator]:
@@ -75,7 +76,9 @@ def reset(generator: RandomGenerator) -> None:
 
 
 def _bits(generator: np.random.Generator | np.random.BitGenerator) -> np.random.BitGenerator:
-    return generator.bit_generator if isinstance(generator, np.random.Generator) else generator
+    if isinstance(generator, np.random.Generator):
+        return generator.bit_generator
+    return generator
 
 
 def _held(value: Any) -> Iterator[Any]:
@@ -103,8 +106,10 @@ def _held(value: Any) -> Iterator[Any]:
 def _held_by_function(function: types.FunctionType) -> Iterator[Any]:
     cells = {}
     for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
-        with contextlib.suppress(ValueError):  # not assigned yet
+        try:
             cells[name] = cell.cell_contents
+        except ValueError:  # not assigned yet
+            pass
     yield from cells.values()
     yield from function.__defaults__ or ()
     yield from (function.__kwdefaults__ or {}).values()
@@ -120,8 +125,10 @@ def _named(code: types.CodeType, names: Mapping[str, Any]) -> Iterator[Any]:
             yield value  # the code loads no attribute of the previous value
             value = names.get(step.argval)
         elif step.opname in ("LOAD_ATTR", "LOAD_METHOD") and isinstance(value, types.ModuleType):
-            follows = value in (random, np, np.random) or not _is_library(value.__name__)
-            value = getattr(value, step.argval, None) if follows else None
+            if value in (random, np, np.random) or not _is_library(value.__name__):
+                value = getattr(value, step.argval, None)
+            else:
+                value = None
         else:
             yield value
             value = None

@@ -106,6 +106,13 @@ def _checked(shard: Any) -> str:
     return str(shard)
 
 
+def unwrapped(data: Data) -> Data:
+    """Returns the generator of `from_generator`; returns other data unchanged."""
+    if isinstance(data, GeneratorItems):
+        return data.generator
+    return data
+
+
 def by_items(data: Data) -> bool:
     """Returns whether each worker takes whole items of the data.
 

@@ -13,7 +13,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.aliases import DataAdapter, Function, Json
+from tfdist.aliases import DataAdapter, Function, Json, Structure
 from tfdist.compat.keras_loops import PyDatasetAdapter
 from tfdist.data import python_generators
 from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators
@@ -43,12 +43,16 @@ class PythonDataState:
     def __init__(self, adapter: DataAdapter, called: Sequence[Function], is_backed_up: bool, reads_on: bool):
         self._data: Any = adapter.py_dataset if isinstance(adapter, PyDatasetAdapter) else None
         self._keeps = hasattr(self._data, "state_dict")
-        self._reads_on = reads_on and self._data is not None and _has_hooks(self._data)
-        self._records = is_backed_up and not (self._data is None or self._keeps or reads_on) and _has_hooks(self._data)
-        roots = called if self._data is None else () if self._keeps else (self._data,)
-        self._own = [
-            generator for generator in python_generators.find_generators(*roots) if generator not in PROCESS_GENERATORS
-        ]
+        has_hooks = self._data is not None and _has_hooks(self._data)
+        self._reads_on = reads_on and has_hooks
+        # A thread that reads while a hook runs may draw between the states before and after the hook.
+        self._records = is_backed_up and has_hooks and not self._keeps and not reads_on
+        roots = called
+        if self._keeps:
+            roots = ()
+        elif self._data is not None:
+            roots = (self._data,)
+        self._own = [generator for generator in find_generators(*roots) if generator not in PROCESS_GENERATORS]
         self._generators = [*PROCESS_GENERATORS, *self._own]
         self.is_used = self._data is not None or bool(called)
         self.order: int | None = None
@@ -79,8 +83,7 @@ class PythonDataState:
     def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
         """Yields why a resume will not be exact, and the remedies. Reads the first batches of a PyDataset twice.
 
-        Args:
-            callbacks: The user's callbacks, which may draw while a thread reads the data.
+        The user's `callbacks` may draw while a thread reads the data.
         """
         for kind in dict.fromkeys(type(value) for value in callbacks if self.is_used):
             # Search only its class: a callback that holds the data may still not draw.
@@ -119,12 +122,14 @@ class PythonDataState:
 
     def run_hook(self, hook: Callable[[], None]) -> None:
         """Calls a hook of a PyDataset. If this call ran before the backup, the hook draws the same numbers again."""
-        number, self._hooks = self._hooks, self._hooks + 1
+        number = self._hooks
+        self._hooks += 1
         if not self._records:
             hook()
             return
         is_new = number >= len(self.drawn_by_hooks)
         if not is_new:
+            # First the states after the last hook, of which the stored ones hold only the differences.
             self._set_states(self._after_hook)
             drawn = self.drawn_by_hooks[number]
             self._set_states([drawn.get(str(index)) for index in range(len(self._generators))])
@@ -148,12 +153,9 @@ class PythonDataState:
                 self.order = _checksum(self._data, 1)
 
     def end_epochs(self, number: int, order: int | None, drawn_by_hooks: list[dict[str, Any]]) -> None:
-        """Calls a PyDataset's hooks as often as in the epochs that have ended, because they may shuffle the data.
+        """Calls a PyDataset's hooks as often as in the `number` of epochs that have ended, because they may shuffle the data.
 
-        Args:
-            number: The number of epochs.
-            order: The expected value of `order` after the calls, if known.
-            drawn_by_hooks: The attribute of that name from the backup.
+        `order` is the expected value of the attribute after the calls, if known; `drawn_by_hooks` is the attribute from the backup.
         """
         if self._data is None or self._keeps:
             return
@@ -217,13 +219,23 @@ def _has_hooks(data: keras.utils.PyDataset) -> bool:
 
 def _checksum(data: keras.utils.PyDataset, batches: int) -> int:
     """Returns a checksum of the first batches."""
-    checksum = 0
+    total = 0
     for number in range(min(batches, data.num_batches or batches)):
-        for value in tf.nest.flatten(data[number]):
-            array = np.ascontiguousarray(value)
-            # The bytes of object arrays are addresses.
-            checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), checksum)
-    return checksum
+        total = checksum(data[number], total)
+    return total
+
+
+def checksum(batch: Structure, before: int = 0) -> int:
+    """Returns a checksum of the values of a batch, and of those whose checksum is `before`."""
+    for value in tf.nest.flatten(batch):
+        if hasattr(value, "toarray"):  # of SciPy
+            value = value.toarray()
+        array = np.ascontiguousarray(value)
+        content = array.tobytes()
+        if array.dtype.hasobject:  # the bytes of object arrays are addresses
+            content = repr(array.tolist()).encode()
+        before = zlib.crc32(content, before)
+    return before
 
 
 def _to_json(state: Json) -> Json:
@@ -241,6 +253,8 @@ def _plain(value: Any) -> Json:
 
 
 def _decode_states(values: dict[str, Any]) -> Json:
-    if len(values) == 1 and (name := next(iter(values))).startswith(_ARRAY):
-        return np.asarray(values[name], name.removeprefix(_ARRAY))
+    if len(values) == 1:
+        ((name, value),) = values.items()
+        if name.startswith(_ARRAY):
+            return np.asarray(value, name.removeprefix(_ARRAY))
     return values

@@ -19,7 +19,7 @@ from tfdist.aliases import DataAdapter, Function, Json
 from tfdist.compat import keras_loops, tf_internals
 from tfdist.compat.keras_internals import SEED_STATE
 from tfdist.compat.tf_internals import GENERATOR_STATE
-from tfdist.data.graph import functions, nodes, walk
+from tfdist.data.graph import nodes, walk
 from tfdist.data.python_state import PythonDataState
 
 _PYTHON = "data/python"
@@ -27,7 +27,7 @@ _PYTHON = "data/python"
 
 def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
     """Yields the states of Keras' seed generators and of `tf.random.Generator`s that a dataset's own functions use."""
-    for function in functions(dataset):
+    for function in tf_internals.dataset_functions(dataset):
         for variable in sorted(function.graph.variables, key=lambda v: v.name):
             name = variable.name.split("/")[-1].split(":")[0]
             if variable.dtype.is_integer and name.startswith((SEED_STATE, GENERATOR_STATE)):
@@ -36,7 +36,7 @@ def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
 
 def python_functions(dataset: tf.data.Dataset) -> Iterator[Function]:
     """Yields the Python functions that a dataset's own functions call, such as those of `from_generator` and `py_function`."""
-    for function in functions(dataset):
+    for function in tf_internals.dataset_functions(dataset):
         for node in nodes(function.graph):
             if tf_internals.is_python_call(node):
                 yield tf_internals.python_function(node)
@@ -68,25 +68,23 @@ class DatasetRandomState:
         self._has_begun = False
         self._epochs = 0  # number of epochs whose data have ended
         self._is_over = False  # whether the data of the current epoch have ended
-        self._states: dict[
-            str, tuple[list[np.ndarray], Json]
-        ] = {}  # by moment: the beginning of the "first" pass and of this "pass"
+        # By moment: the beginning of the "first" pass and of this "pass".
+        self._states: dict[str, tuple[list[np.ndarray], Json]] = {}
         self._adapter = adapter
-        begin, end = adapter.on_epoch_begin, adapter.on_epoch_end
+        # The hooks of a PyDataset may draw random numbers.
+        begin = adapter.on_epoch_begin
+        end = adapter.on_epoch_end
         adapter.on_epoch_begin = lambda: self._python.run_hook(begin)
         adapter.on_epoch_end = lambda: self._end_epoch(end)
 
     def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
-        """Yields why the saved state of the data is incomplete, and the remedies.
-
-        Args:
-            callbacks: The user's callbacks, which may draw while a thread reads the data.
-        """
-        yield from self._python.doubts(callbacks)
+        """Yields why the saved state of the data is incomplete, and the remedies. The user's `callbacks` may draw while a thread reads the data."""
+        return self._python.doubts(callbacks)
 
     def begin_epoch(self) -> None:
         """Records that an epoch begins."""
-        self._has_begun, self._is_over = True, False
+        self._has_begun = True
+        self._is_over = False
 
     @contextlib.contextmanager
     def preserve_seed_generators(self) -> Iterator[None]:
@@ -100,11 +98,7 @@ class DatasetRandomState:
                 variable.assign(value)
 
     def begin_pass(self, number: int) -> None:
-        """Records the state at the beginning of a pass, before its iterator is created.
-
-        Args:
-            number: The number of the pass, from 1.
-        """
+        """Records the state at the beginning of a pass, before its iterator is created. Passes count from 1."""
         self._states["pass"] = self._now()
         if number == 1:
             self._states["first"] = self._states["pass"]
@@ -116,7 +110,8 @@ class DatasetRandomState:
 
     def items_draw(self) -> bool:
         """Returns whether the items of the pass may have drawn before the backup; else they need not be made again."""
-        items, now = self._states.get("items"), self._states.get("now")
+        items = self._states.get("items")
+        now = self._states.get("now")
         if items is None or now is None or items[1] != now[1]:
             return True
         return any(not np.array_equal(*values) for values in zip(items[0], now[0], strict=True))
@@ -141,9 +136,7 @@ class DatasetRandomState:
     def load(self, own: Mapping[str, Any], in_epoch: bool) -> None:
         """Loads the state from `capture`, for `restore`, and repeats the hooks of a `PyDataset` for the epochs that had ended.
 
-        Args:
-            own: This rank's part of a backup, which includes the state from `capture`.
-            in_epoch: Whether the training resumes within an epoch, not at its beginning.
+        `own` is this rank's part of a backup; `in_epoch` tells whether the training resumes within an epoch, not at its beginning.
         """
         if not self.is_random or _PYTHON not in own:  # a backup of an earlier version
             return
@@ -152,12 +145,17 @@ class DatasetRandomState:
             moment: ([own[f"data/{moment}/{number}"] for number in range(len(self._variables))], drawn)
             for moment, drawn in body["moments"].items()
         }
-        self._epochs, self._is_over, self.stays = body["epochs"], body["is_over"], in_epoch
+        self._epochs = body["epochs"]
+        self._is_over = body["is_over"]
+        self.stays = in_epoch
         self._epochs_before_resume = body["is_over"]
-        repeats = in_epoch and body["is_over"]  # Keras ends the epoch once more
-        self._epochs -= repeats
+        order = body["order"]
+        # The data of the resumed epoch end once more. `order` was recorded after that end.
+        if in_epoch and self._is_over:
+            self._epochs -= 1
+            order = None
         keras_loops.skip_epochs(self._adapter, self._epochs)
-        self._python.end_epochs(self._epochs, None if repeats else body["order"], body.get("drawn", []))
+        self._python.end_epochs(self._epochs, order, body.get("drawn", []))
 
     def restore(self, moment: str) -> None:
         """Restores the state at the beginning of the `"first"` pass, of this `"pass"`, or at the backup (`"now"`)."""
@@ -167,11 +165,10 @@ class DatasetRandomState:
     def prepare_replay(self, number: int, in_pass: bool) -> Callable[[], None]:
         """Prepares a replay of the earlier passes; returns a function to call after it, before the iterator of this pass is created.
 
-        Args:
-            number: The number of the pass, from 1.
-            in_pass: Whether the pass is that of the backup, not a new pass.
+        Passes count from 1. `in_pass` tells whether the pass is that of the backup, not a new pass.
         """
         before = self._now()
+        # The first pass may fill a cache, for which it draws as it did before the interruption.
         self.restore("first")
 
         def ready() -> None:
@@ -195,10 +192,13 @@ class DatasetRandomState:
         if not self._has_begun:  # Keras calls it before the first epoch, too
             end()
             return
+        # No step has run since the resume: the hook begins with the state at the backup, whatever reading ahead has drawn.
         if self.stays and not self._epochs_before_resume:
             self.restore("now")
         self._python.run_hook(end)
+        # The hook ran before the backup, too, whose state includes what it drew.
         if self.stays and self._epochs_before_resume:
             self.restore("now")
-        self._epochs, self._is_over = self._epochs + 1, True
+        self._epochs += 1
+        self._is_over = True
         self._python.record_order()

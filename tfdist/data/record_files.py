@@ -17,19 +17,24 @@ import tensorflow as tf
 from tfdist.aliases import Structure
 from tfdist.data import stored_files
 from tfdist.data.epoch_order import WINDOW
-from tfdist.data.stored import RowSource, StoredData, check_options
+from tfdist.data.row_source import RowSource, block_rows
+from tfdist.data.stored import StoredData, check_options
 from tfdist.errors import ConfigError, format_value, list_first
 from tfdist.runtime.log import logger
 
-_HEADER, _LENGTH, _CHECKSUM = struct.Struct("<QI"), struct.Struct("<Q"), struct.Struct("<I")
+# A record: the length of the data and its checksum, the data, and their checksum.
+_HEADER = struct.Struct("<QI")
+_LENGTH = struct.Struct("<Q")
+_CHECKSUM = struct.Struct("<I")
 _FRAME = _HEADER.size + _CHECKSUM.size  # bytes of a record besides its data
-_BLOCK_BYTES, _BLOCK_ROWS, _MOST_BLOCKS = 1 << 20, 1 << 12, 1 << 16
 _MOST_OPEN = 256  # files that are open at once
 _SCANS = 8  # files that are indexed at once
 _BUFFER = 1 << 14  # bytes that a scan reads at least: many short records at once, and little of long ones
 _SEARCHED = 1 << 20  # bytes in which the next record is searched at once
 _GZIP = b"\x1f\x8b"
-_BAD_HEADER, _BAD_DATA, _CUT = "has a damaged header", "has another checksum", "is truncated"
+_BAD_HEADER = "has a damaged header"
+_BAD_DATA = "has another checksum"
+_CUT = "is truncated"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +74,7 @@ class RecordFiles(RowSource):
         self.spec = tf.TensorSpec([], tf.string)
         total = len(self._offsets)
         row_bytes = int(self._lengths.sum()) // max(total, 1) + _FRAME
-        self._block_rows = max(min(_BLOCK_BYTES // row_bytes, _BLOCK_ROWS), -(-total // _MOST_BLOCKS), 1)
+        self._block_rows = block_rows(total, row_bytes)
         starts = np.arange(0, total, self._block_rows)
         self.sizes = np.minimum(total - starts, self._block_rows)
         self.identity = repr([(os.path.basename(i.path), i.version[0], len(i.offsets), i.faults) for i in indices])
@@ -113,7 +118,6 @@ def records_from(
     on_corrupt: str = "fail",
     window: int = WINDOW,
     cache: str | os.PathLike[str] | None = None,
-    cache_bytes: int | None = None,
 ) -> StoredData:
     """Opens TFRecord files, which may be larger than memory, as data for `fit`, `evaluate`, `predict` and `validation_data`.
 
@@ -146,7 +150,6 @@ def records_from(
         window: The number of records that are shuffled among each other. Blocks of about 1 MB of neighboring records are shuffled over all
             data.
         cache: Where the results of `parse` are kept: "memory", or a folder on a fast disk (see `arrays_from`).
-        cache_bytes: The limit of the cache.
 
     Returns:
         The data. `dataset()` returns a plain `tf.data` pipeline of the same batches.
@@ -165,7 +168,7 @@ def records_from(
         >>> data.steps_per_epoch
         2
     """
-    faults = check_options(batch_size, seed, parse, window, cache, cache_bytes, function="parse")
+    faults = check_options(batch_size, seed, parse, window, cache, function="parse")
     if on_corrupt not in ("fail", "skip"):
         faults.append(f"on_corrupt must be 'fail' or 'skip'. Received: {format_value(on_corrupt)}.")
     patterns = [pattern] if isinstance(pattern, (str, os.PathLike)) else pattern
@@ -193,9 +196,9 @@ def records_from(
                 f"skipped damaged records: {count:,} of {count + len(index.offsets):,} in {index.path}; the first, at byte "
                 f"{position:,}, {why}"
             )
-    return StoredData(
-        RecordFiles(indices), batch_size, seed, shuffle, parse if batched else _each(parse), window, cache, cache_bytes
-    )
+    if not batched:
+        parse = _each(parse)
+    return StoredData(RecordFiles(indices), batch_size, seed, shuffle, parse, window, cache)
 
 
 class _File:
@@ -223,14 +226,19 @@ def _each(parse: Callable[[tf.Tensor], Structure]) -> Callable[[tf.Tensor], Stru
 
 def _files(patterns: Sequence[str]) -> list[str]:
     """Returns the files of all patterns. Raises ConfigError with the patterns that match none."""
-    faults, files = [], set()
+    faults = []
+    files: set[str] = set()
     for pattern in patterns:
         if "://" in pattern:
             faults.append(f"records_from reads local files, not {pattern}. Save the files to a local disk first.")
             continue
-        found = glob.glob(os.path.join(glob.escape(pattern), "*.tfrecord*") if os.path.isdir(pattern) else pattern)
-        # A file of a name that looks like a pattern is meant itself.
-        found = [pattern] if os.path.isfile(pattern) else [file for file in found if os.path.isfile(file)]
+        if os.path.isfile(pattern):  # its name may look like a pattern
+            files.add(pattern)
+            continue
+        wanted = pattern
+        if os.path.isdir(pattern):
+            wanted = os.path.join(glob.escape(pattern), "*.tfrecord*")
+        found = list(filter(os.path.isfile, glob.glob(wanted)))
         files.update(found)
         if not found:
             faults.append(f"no file matches {pattern}. Give a pattern, a file, or a folder of .tfrecord files.")
@@ -264,17 +272,16 @@ def _index_or_fault(path: str, skip: bool) -> RecordIndex | str:
 
 
 def _scan(file: IO[bytes], path: str, version: stored_files.Version, skip: bool) -> RecordIndex:
-    """Finds the records of a file.
+    """Finds the records of a file, which is at its beginning.
 
-    Args:
-        file: The file, at its beginning.
-        path: Its path.
-        version: Its version.
-        skip: Whether to compare the checksums of the data, and to search for the next record after a damaged header; else the scan ends
-            there.
+    With `skip` compares the checksums of the data, and searches for the next record after a damaged header; else the scan ends there.
     """
-    crc, size, position = _checksums(), version[0], 0
-    offsets, lengths, faults = [], [], []
+    crc = _checksums()
+    size = version[0]
+    position = 0
+    offsets = []
+    lengths = []
+    faults = []
     while position < size:
         header = file.read(_HEADER.size)
         if len(header) < _HEADER.size:
@@ -283,8 +290,10 @@ def _scan(file: IO[bytes], path: str, version: stored_files.Version, skip: bool)
         length, checksum = _HEADER.unpack(header)
         if crc(header[: _LENGTH.size]) != checksum:
             faults.append((position, _BAD_HEADER))
-            following = _next_record(file, position + 1, size, crc) if skip else size
-            position = file.seek(following)
+            if not skip:
+                break
+            # The length is not known: the next record begins where a header has its checksum.
+            position = file.seek(_next_record(file, position + 1, size, crc))
             continue
         if position + _FRAME + length > size:
             faults.append((position, _CUT))

@@ -22,10 +22,7 @@ def skip(dataset: tf.data.Dataset, elements: int) -> tf.data.Dataset:
 def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
     """Begins passes over a dataset, so that the next pass has the order that follows after `passes` passes.
 
-    Args:
-        dataset: The dataset.
-        passes: The number of passes.
-        reads: Whether to read the first pass to its end if the dataset has a cache, which keeps the order of that pass.
+    With `reads`, reads the first pass to its end if the dataset has a cache, which keeps the order of that pass.
     """
     if passes and reads and any(isinstance(reshuffling, CacheDataset) for reshuffling in walk(dataset)):
         collections.deque(iter(dataset), maxlen=0)
@@ -39,16 +36,13 @@ def replay(dataset: tf.data.Dataset, passes: int, reads: bool = True) -> None:
 def _reshuffling_datasets(dataset: tf.data.Dataset, begun: int, read: int) -> Iterator[tuple[tf.data.Dataset, int]]:
     """Yields the datasets whose order changes with each iterator, and how often an iterator of each begins.
 
-    Args:
-        dataset: A dataset.
-        begun: The number of its iterators that are created.
-        read: The number of these iterators that are read.
+    Of `dataset`, `begun` iterators are created, and `read` of these are read.
     """
     if isinstance(dataset, (ShuffleDataset, RandomDataset)):
         yield dataset, begun
         begun = read
     if isinstance(dataset, RepeatDataset):
-        count = max(tf_internals.repeat_count(dataset), 1)
-        begun, read = begun + read * count, read * count  # `repeat` opens its input once more after the last repetition
+        read *= max(tf_internals.repeat_count(dataset), 1)
+        begun += read  # `repeat` opens its input once more after the last repetition
     for source in tf_internals.inputs(dataset):
         yield from _reshuffling_datasets(source, begun, read)

@@ -54,9 +54,13 @@ def cut(array: Structure, rows: int | None = None) -> _Cut:
     made = _made.get()
     with tf.init_scope():
         if made is None or not _can_be_cut(array):
-            return 0, [array if tf.is_tensor(array) else tf.constant(array)]
+            if not tf.is_tensor(array):
+                array = tf.constant(array)
+            return 0, [array]
         rows = rows or _rows(array)
-        if (known := made.get((id(array), rows))) and known[0]() is array:
+        known = made.get((id(array), rows))
+        # The address may be that of an array that was freed since then.
+        if known and known[0]() is array:
             return known[1]
         pieces = rows, [tf.constant(array[start : start + rows]) for start in range(0, len(array), rows)]
     made[id(array), rows] = weakref.ref(array), pieces
@@ -68,6 +72,7 @@ def gather(pieces: _Cut, indices: tf.Tensor) -> tf.Tensor:
     rows, tensors = pieces
     if len(tensors) == 1:
         return tf.gather(tensors[0], indices)
+    # Each piece gives its rows, which the stitch puts in the order of `indices`.
     which = tf.cast(indices // rows, tf.int32)
     within = tf.dynamic_partition(indices % rows, which, len(tensors))
     positions = tf.dynamic_partition(tf.range(tf.size(indices)), which, len(tensors))
@@ -80,9 +85,10 @@ def _can_be_cut(array: Structure) -> bool:
 
 
 def _bytes(array: Structure) -> int:
-    return int(np.prod(array.shape, dtype=np.int64)) * (
-        array.dtype.size if tf.is_tensor(array) else array.dtype.itemsize
-    )
+    items = int(np.prod(array.shape, dtype=np.int64))
+    if tf.is_tensor(array):
+        return items * array.dtype.size
+    return items * array.dtype.itemsize
 
 
 def _rows(array: Structure) -> int:
@@ -98,7 +104,8 @@ def _slices(original: Callable[..., tf.data.Dataset], tensors: Structure, name: 
     large = [leaf for leaf in leaves if _is_large(leaf)]
     if _made.get() is None or not large:
         return original(tensors, name=name)
-    if len({len(leaf) if _can_be_cut(leaf) else None for leaf in leaves}) > 1:
+    # Arrays that are cut must have rows for the same pieces.
+    if not all(_can_be_cut(leaf) and len(leaf) == len(large[0]) for leaf in leaves):
         return original(_replaced(tensors, leaves), name=name)
     columns = [cut(leaf, min(map(_rows, large)))[1] for leaf in leaves]
     datasets = [original(tf_internals.dataset_structure(tensors, row), name=name) for row in zip(*columns, strict=True)]
@@ -116,5 +123,9 @@ def _tensors(original: Callable[..., tf.data.Dataset], tensors: Structure, name:
 
 def _replaced(tensors: Structure, leaves: Sequence[Structure]) -> Any:
     """Returns `tensors` with each large array as one tensor. Keeps an array that exceeds one message: TensorFlow raises its own error."""
-    new = [cut(leaf, len(leaf))[1][0] if _is_large(leaf) and _bytes(leaf) < LARGEST else leaf for leaf in leaves]
+    new = []
+    for leaf in leaves:
+        if _is_large(leaf) and _bytes(leaf) < LARGEST:
+            _, (leaf,) = cut(leaf, len(leaf))
+        new.append(leaf)
     return tf_internals.dataset_structure(tensors, new)

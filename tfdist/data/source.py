@@ -79,11 +79,7 @@ class DataSource:
         return iter(self.data.skip(steps))
 
     def prepare(self, steps: int) -> None:
-        """Prepares the next execution, of up to `steps` steps. May be a collective.
-
-        Args:
-            steps: The number of steps.
-        """
+        """Prepares the next execution, of up to `steps` steps. May be a collective."""
         if self.generator:
             self.generator.use(steps)
 
@@ -93,11 +89,15 @@ class DataSource:
     @property
     def form(self) -> Structure:
         """The specification of the elements of the first dataset; the first element itself, if their shapes are not known."""
-        data = self.datasets[0] if self.datasets else self.data
+        data = self.data
+        if self.datasets:
+            data = self.datasets[0]
         form = data.element_spec
         if keras_loops.reads_python(self.adapter) or all(_is_known(leaf) for leaf in tf.nest.flatten(form)):
             return form
-        return next(iter(data.take(1) if isinstance(data, tf.data.Dataset) else data))
+        if isinstance(data, tf.data.Dataset):
+            data = data.take(1)
+        return next(iter(data))
 
 
 def _is_known(spec: Spec) -> bool:
@@ -140,34 +140,41 @@ class Passes:
     def reset(self) -> None:
         """Drops the current pass, before a loop."""
         self.close()
-        self._seen, self._num_batches = 0, self.source.steps
+        self._seen = 0
+        self._num_batches = self.source.steps
         self.source.adapter.on_epoch_end()
 
     def epoch(self, first: int = 0) -> Iterator[tuple[int, int, int | None]]:
         """Yields, for each execution, its first step, its last step by Keras' counting, and the remaining steps of the epoch.
 
-        Keras counts an execution as `steps_per_execution` steps, also at the end of the epoch.
-
-        Args:
-            first: The first step to run.
+        Keras counts an execution as `steps_per_execution` steps, also at the end of the epoch. `first` is the first step to run.
         """
         self.source.adapter.on_epoch_begin()
-        total, size = self.steps or None, self._per_execution
+        total = self.steps or None
+        size = self._per_execution
+        # Only with `steps_per_epoch` the pass of the last epoch goes on.
         if total is None or self.iterator is None or self.steps_per_epoch is None:
             self._open()
         begin = first
         while total is None or begin < total:
+            # A validation may have read the same generator, which ends this pass.
             if self.source.generator and self.source.generator.is_interrupted:
                 self._open()
             if total is not None and self._num_batches and self._seen >= self._num_batches:
                 if self.steps_per_epoch:
                     warnings.warn(_RAN_OUT, stacklevel=2)
                 break
-            remaining_steps = None if total is None else total - begin
-            self._seen += min(size, remaining_steps) if self.steps_per_epoch and remaining_steps else size
-            self.source.prepare(size if remaining_steps is None else min(size, remaining_steps))
+            remaining_steps = None
+            planned = size
+            if total is not None:
+                remaining_steps = total - begin
+                planned = min(size, remaining_steps)
+            # Steps that the epoch does not run remain for the next one, if the pass goes on.
+            self._seen += planned if self.steps_per_epoch else size
+            self.source.prepare(planned)
             yield begin, begin + size - 1, remaining_steps
             begin += size
+        # As Keras, which opens the next pass at the end of this one.
         if self._num_batches and self._seen >= self._num_batches:
             self._open(is_read=self.steps_per_epoch is not None)
         self.source.adapter.on_epoch_end()
@@ -187,17 +194,14 @@ class Passes:
         self.iterator = None
 
     def _open(self, is_read: bool = True) -> None:
-        """Opens a pass.
-
-        Args:
-            is_read: Whether a step will read it.
-        """
+        """Opens a pass; `is_read` tells whether a step will read it."""
         self.close()
         self._seen = 0
         self._begin_pass()
         if is_read or not self.source.datasets:
             self.iterator = self._open_source()
             return
+        # An iterator would read ahead for nothing. Only the order of datasets that shuffle advances.
         for dataset in self.source.datasets:
             resume.replay(dataset, 1, reads=False)
         self.iterator = iter(())

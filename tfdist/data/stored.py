@@ -2,58 +2,23 @@
 
 from __future__ import annotations
 
-import abc
-import contextlib
 import copy
 import hashlib
 import os
-import re
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 import tensorflow as tf
 
-from tfdist.aliases import Spec, Structure
+from tfdist.aliases import Structure
 from tfdist.compat import tf_internals
-from tfdist.data.cached_map import CachedMap
-from tfdist.data.cached_rows import check_cache
+from tfdist.data.conversion import Conversion, cache_faults
 from tfdist.data.epoch_order import WINDOW, EpochOrder
-from tfdist.errors import ConfigError, DataError, format_value
+from tfdist.data.row_source import RowSource, call, read_rows
+from tfdist.errors import ConfigError, format_value
 
 _READS = 4  # batches that are read at once, and batches that wait for their step
-_READ_ERROR = re.compile(rf"{DataError.__name__}: ([^\n]*)")
-
-
-class RowSource(abc.ABC):
-    """Stored rows, in blocks. A source of another format implements `read`; several threads call it.
-
-    Attributes:
-        spec: The specification of one row: a structure of `tf.TensorSpec`s without a batch axis.
-        sizes: The number of rows in each block, int64; at most some 100,000 blocks.
-        origin: The name of the function that opens such a source, for messages.
-        identity: A text that two sources share only if they hold the same rows, also on several hosts: names, lengths and types.
-        version: A text that changes on this host if the rows do, for a cache: paths, sizes and times of files. Without it, a
-            cache is a `ConfigError`.
-    """
-
-    spec: Spec
-    sizes: np.ndarray
-    identity: str
-    origin: str
-    version: str = ""
-
-    @abc.abstractmethod
-    def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-        """Reads rows; returns an array `[len(rows), ...]` for each leaf of `spec`, which the caller may keep.
-
-        Args:
-            blocks: The block of each row, int64.
-            rows: The index of each row in its block, int64.
-
-        Raises:
-            ValueError: The rows cannot be read. The message names the file and the row.
-        """
 
 
 class StoredData:
@@ -71,9 +36,8 @@ class StoredData:
         map: A function of a batch, or of its parts if it is a tuple, in TensorFlow operations. It is called on each replica's
             part of a batch. With `cache`, it is called on blocks of neighboring examples, and must treat each example alone.
         window: The number of examples that are shuffled among each other (see `EpochOrder`).
-        cache: Where the results of `map` are kept: "memory", or a folder. None means that `map` is called in each epoch.
-        cache_bytes: The limit of the cache; for a folder, of all caches in it. None means a quarter of the free memory, or 90 %
-            of the folder's free space.
+        cache: Where the results of `map` are kept, which are computed before the first step: "memory", or a folder. None means that
+            `map` is called in each epoch.
 
     Attributes:
         source: The stored rows.
@@ -94,15 +58,20 @@ class StoredData:
         map: Callable[..., Structure] | None = None,
         window: int = WINDOW,
         cache: str | os.PathLike[str] | None = None,
-        cache_bytes: int | None = None,
     ):
-        if faults := check_options(batch_size, seed, map, window, cache, cache_bytes):
+        faults = check_options(batch_size, seed, map, window, cache)
+        if faults:
             raise ConfigError(faults)
-        self.source, self.batch_size = source, int(batch_size)
-        self._seed, self._shuffle, self._window = int(seed), bool(shuffle), int(window)
+        self.source = source
+        self.batch_size = int(batch_size)
+        self._seed = int(seed)
+        self._shuffle = bool(shuffle)
+        self._window = int(window)
         self._maps = [] if map is None else [map]
-        self._cached = None if cache is None else CachedMap(source, map, os.fspath(cache), cache_bytes)
-        self._cached_maps = 0 if cache is None else len(self._maps)
+        self._conversion: Conversion | None = None
+        if cache is not None:
+            self._conversion = Conversion(source, map, os.fspath(cache))
+        self._converted_maps = len(self._maps)
         self.num_examples = int(source.sizes.sum())
         self.steps_per_epoch = -(-self.num_examples // self.batch_size)
 
@@ -157,43 +126,39 @@ class StoredData:
             make: Makes an element from a part and its counts (see `counts_of_part`); None means the part itself. A part that
                 has no examples holds the batch's first example.
         """
-        order = EpochOrder(self.source.sizes, self._seed, self._shuffle, self._window)
-        leaves, local = tf.nest.flatten(self.source.spec), len(parts)
-        size, total = self.batch_size, self.num_examples
-        equal, maps = self.splits_equally(replicas), self._maps[self._cached_maps :]
+        source = self.source
+        maps = self._maps
+        # Without space for a conversion, the functions run in each epoch.
+        if self._conversion and self._conversion.rows:
+            source = self._conversion.rows
+            maps = maps[self._converted_maps :]
+        order = EpochOrder(source.sizes, self._seed, self._shuffle, self._window)
+        leaves = tf.nest.flatten(source.spec)
+        local = len(parts)
+        size = self.batch_size
+        total = self.num_examples
+        length = size // replicas if self.splits_equally(replicas) else None
 
-        def locate(number: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        def stored(number: np.ndarray) -> list[np.ndarray]:
             step, index = divmod(int(number), local)
             epoch, batch = divmod(step, self.steps_per_epoch)
             first = batch * size
             begin, counts = counts_of_part(min(size, total - first), parts[index], replicas)
+            # A part without examples holds the first one of the batch, with which a step computes and which does not count.
             rows = order.examples(epoch, first + begin, first + begin + max(counts[0], 1))
-            return *rows, np.array([counts], np.int64)
-
-        def read(blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
-            try:
-                return self.source.read(blocks, rows)
-            except (OSError, ValueError) as e:
-                fault = str(e)
-                raise DataError(fault) from e
-
-        def stored(number: np.ndarray) -> list[np.ndarray]:
-            *rows, counts = locate(number)
-            return [*read(*rows), counts]
+            return [*read_rows(source, *rows), np.array([counts], np.int64)]
 
         def element(number: tf.Tensor) -> Any:
-            length = size // replicas if equal else None
-            if self._cached:
-                batch, counts = self._cached.batch(number, locate, read, length)
-            else:
-                # `stored` is a pure function of the number, but not stateless: TensorFlow must not fold it into a constant.
-                *columns, counts = tf.numpy_function(stored, [number], [*(spec.dtype for spec in leaves), tf.int64])
-                for spec, column in zip(leaves, columns, strict=True):
-                    column.set_shape([length, *spec.shape])
-                batch = tf.nest.pack_sequence_as(self.source.spec, columns)
+            # `stored` is a pure function of the number, but not stateless: TensorFlow must not fold it into a constant.
+            *columns, counts = tf.numpy_function(stored, [number], [*(spec.dtype for spec in leaves), tf.int64])
+            for spec, column in zip(leaves, columns, strict=True):
+                column.set_shape([length, *spec.shape])
+            batch = tf.nest.pack_sequence_as(source.spec, columns)
             for function in maps:
-                batch = function(*batch) if isinstance(batch, tuple) else function(batch)
-            return batch if make is None else make(batch, tf.ensure_shape(counts, [1, 3]))
+                batch = call(function, batch)
+            if make is None:
+                return batch
+            return make(batch, tf.ensure_shape(counts, [1, 3]))
 
         if not maps:  # only a function of the user may need AutoGraph, whose first use takes half a second
             element = tf.autograph.experimental.do_not_convert(element)
@@ -219,18 +184,6 @@ class StoredData:
         return dataset
 
 
-@contextlib.contextmanager
-def explaining_reads() -> Iterator[None]:
-    """Turns TensorFlow's error for a read that has failed, on this worker or another one, into a `DataError`."""
-    try:
-        yield
-    except tf.errors.OpError as e:
-        if match := _READ_ERROR.search(e.message):
-            sentence = match[1]
-            raise DataError(sentence) from e
-        raise
-
-
 def counts_of_part(size: int, part: int, replicas: int) -> tuple[int, list[int]]:
     """Returns where one of `replicas` even parts of a batch of `size` examples begins, and its counts.
 
@@ -239,7 +192,10 @@ def counts_of_part(size: int, part: int, replicas: int) -> tuple[int, list[int]]
     """
     shortest, longer = divmod(size, replicas)
     count = shortest + (part < longer)
-    return (part * shortest + min(part, longer) if count else 0), [count, size, min(size, replicas)]
+    begin = 0
+    if count:
+        begin = part * shortest + min(part, longer)  # the first `longer` parts have one example more
+    return begin, [count, size, min(size, replicas)]
 
 
 def check_options(
@@ -248,7 +204,6 @@ def check_options(
     map: Any,
     window: Any,
     cache: Any = None,
-    cache_bytes: Any = None,
     function: str = "map",
 ) -> list[str]:
     """Returns the errors in the options of `StoredData`; `function` is the name of the argument `map` in the user's call."""
@@ -259,4 +214,4 @@ def check_options(
     ]
     if not callable(map) and (map is not None or function != "map"):
         faults.append(f"{function} must be a function of a batch. Received: {format_value(map)}.")
-    return [*faults, *check_cache(cache, cache_bytes)]
+    return [*faults, *cache_faults(cache)]

@@ -15,8 +15,9 @@ Version = tuple[int, int, int]  # a file's size, time of change and inode
 
 def find(path: str, endings: tuple[str, ...]) -> list[str]:
     """Returns the sorted files of a folder, or of a pattern, whose names have one of the endings."""
-    pattern = os.path.join(glob.escape(path), "*") if os.path.isdir(path) else path
-    return sorted(f for f in glob.glob(pattern) if f.endswith(endings) and os.path.isfile(f))
+    if os.path.isdir(path):
+        path = os.path.join(glob.escape(path), "*")
+    return sorted(f for f in glob.glob(path) if f.endswith(endings) and os.path.isfile(f))
 
 
 def version(stat: os.stat_result) -> Version:
@@ -46,6 +47,9 @@ def check_unchanged(path: str, opened: Version) -> None:
 
 def raise_all(faults: Iterable[str]) -> None:
     """Raises ConfigError with the first errors and the number of the others, if there are any."""
-    if faults := list(faults):
-        more = [f"{len(faults) - MOST_FAULTS} further errors; fix these first."] if len(faults) > MOST_FAULTS else []
-        raise ConfigError([*faults[:MOST_FAULTS], *more])
+    faults = list(faults)
+    further = len(faults) - MOST_FAULTS
+    if further > 0:
+        faults = [*faults[:MOST_FAULTS], f"{further} further errors; fix these first."]
+    if faults:
+        raise ConfigError(faults)

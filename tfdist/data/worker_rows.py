@@ -78,11 +78,10 @@ def is_own(data: Data) -> bool:
 def count_pieces(dataset: tf.data.Dataset, workers: int) -> int:
     """Returns the number of pieces into which the batches of a dataset are cut, or a negative cardinality.
 
-    Args:
-        dataset: A dataset of batches.
-        workers: The number of workers. A piece has at most the batch size divided by this number, rounded up.
+    A piece has at most the batch size divided by the number of workers, rounded up.
     """
-    batches, size = int(dataset.cardinality()), arrays.batch_size(dataset)
+    batches = int(dataset.cardinality())
+    size = arrays.batch_size(dataset)
     if batches <= 0 or workers == 1:
         return batches
     while tf_internals.dataset_kind(dataset) in _KEEP_COUNT:

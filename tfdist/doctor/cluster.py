@@ -12,7 +12,7 @@ from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import split_address
 from tfdist.doctor.report import ERROR, NOTE, OK, WARNING, Finding, printable, shorten
 from tfdist.errors import ClusterError, ConfigError
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 _TIMEOUT = 5.0  # seconds for resolvers that wait for other tasks
 _ALONE = "unset TF_CONFIG to train on this machine alone"
@@ -20,13 +20,10 @@ _ALONE = "unset TF_CONFIG to train on this machine alone"
 
 def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields the resolved cluster, or its errors, and findings about this task's host and port."""
-    # A launched task may have several sources.
-    config, is_launched = (
-        environ.get("TF_CONFIG", ""),
-        bool(environ.get(progress.FOLDER)),
-    )
-    others = [name for name, (sign, _) in discovery.RESOLVERS.items() if environ.get(sign, "").strip()]
-    others = [name for name in others if name != "tf_config"]
+    config = environ.get("TF_CONFIG", "")
+    is_launched = bool(environ.get(progress.FOLDER))  # such a task may have several sources
+    present = [name for name, (sign, _) in discovery.RESOLVERS.items() if environ.get(sign, "").strip()]
+    others = [name for name in present if name != "tf_config"]
     if "".join(config.split()) not in ("", "{}") and others and not is_launched:
         value = f"set together with the variables of {' and '.join(others)}, and takes precedence"
         yield Finding(WARNING, "TF_CONFIG", value, "unset TF_CONFIG if an earlier run has left it")
@@ -40,12 +37,16 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     else:
         if resolved is None:
             hint = discovery.misconfiguration_hint(environ)
-            value = "none" if hint else "none: one process on this machine"
-            yield Finding(WARNING if hint else OK, "cluster", value, hint)
+            if hint:
+                yield Finding(WARNING, "cluster", "none", hint)
+            else:
+                yield Finding(OK, "cluster", "none: one process on this machine")
             return
         value = f"{resolved.task} of {len(resolved.cluster.tasks())} tasks, by {resolved.source}"
-        is_left = resolved.source == "tf_config" and not is_launched
-        yield Finding(NOTE, "cluster", value, _ALONE) if is_left else Finding(OK, "cluster", value)
+        if resolved.source == "tf_config" and not is_launched:
+            yield Finding(NOTE, "cluster", value, _ALONE)
+        else:
+            yield Finding(OK, "cluster", value)
         if resolved.task in resolved.cluster.tasks():
             yield _own_address(resolved)
 
@@ -53,7 +54,8 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
 def _own_address(resolved: ResolvedCluster) -> Finding:
     """Returns a finding about the task's address: whether this machine has the address, and whether the port is free."""
     address = resolved.cluster.address(resolved.task)
-    host, what = shorten(split_address(address)[0]), "own address"
+    host = shorten(split_address(address)[0])
+    what = "own address"
     try:
         theirs = _resolve_host(split_address(address)[0])
     except OSError as e:
@@ -72,7 +74,8 @@ def _own_address(resolved: ResolvedCluster) -> Finding:
 
 def host_name(environ: Mapping[str, str]) -> Iterator[Finding]:
     """Yields a finding about this host's name: whether it resolves to this host, also from other hosts."""
-    name, what = shorten(socket.gethostname()), "host name"
+    name = shorten(socket.gethostname())
+    what = "host name"
     remedy = f"give {name} its address in DNS or /etc/hosts"
     try:
         addresses = _resolve_host(socket.gethostname())

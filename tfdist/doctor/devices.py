@@ -45,7 +45,8 @@ def check(environ: Mapping[str, str]) -> Iterator[Finding]:
     names = [f"{name} ({kind})" if kind else name for name, kind in devices]
     yield Finding(OK, "devices", printable(", ".join(names)))
     sees_none = not any(name.startswith("GPU") for name, _ in devices)
-    if sees_none and "CUDA_VISIBLE_DEVICES" not in environ and (present := gpus(environ)):
+    present = gpus(environ) if sees_none and "CUDA_VISIBLE_DEVICES" not in environ else 0
+    if present:
         remedy = "pip install 'tensorflow[and-cuda]'; see nvidia-smi"
         yield Finding(WARNING, "GPUs", f"the driver has {present}, but TensorFlow sees no GPU", remedy)
 
@@ -55,11 +56,14 @@ def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
     name = "CUDA_VISIBLE_DEVICES"
     if name not in environ:
         return
-    chosen, present = shorten(environ[name]), gpus(environ)
+    chosen = shorten(environ[name])
+    present = gpus(environ)
     named = [device.strip() for device in environ[name].split(",") if device.strip()]
-    if not named or named[0] == "-1":
-        has = f": this machine has {present}" if present else ""
-        yield Finding(WARNING if present else NOTE, name, chosen, f"unset it to train on GPUs{has}")
+    hides_all = not named or named[0] == "-1"
+    if hides_all and present:
+        yield Finding(WARNING, name, chosen, f"unset it to train on GPUs: this machine has {present}")
+    elif hides_all:
+        yield Finding(NOTE, name, chosen, "unset it to train on GPUs")
     elif not present:
         remedy = "unset it, or look at the driver: nvidia-smi"
         yield Finding(NOTE, name, f"{chosen}, but there is no NVIDIA driver", remedy)
@@ -85,9 +89,7 @@ def run(command: list[str], environ: Mapping[str, str], limit: float) -> tuple[i
     """Runs a command; returns its exit code, or None if it did not start or end within `limit` seconds, and both its outputs."""
     try:
         done = subprocess.run(command, env=dict(environ), timeout=limit, **_PIPES)
-    except (
-        OSError,
-        subprocess.TimeoutExpired,
-    ):  # if a driver blocks the process for longer, the limit of the check applies
+    # If a driver blocks the process for longer, the limit of the check applies.
+    except (OSError, subprocess.TimeoutExpired):
         return None, "", ""
     return done.returncode, done.stdout, done.stderr

@@ -15,7 +15,10 @@ from tfdist.runtime.files import write_error_reason
 
 ROOT = pathlib.Path("/sys/fs/cgroup")
 _LEAST_MEMORY = 2**30  # bytes that a task with a small model needs
-_LEAST_TEMPORARY, _LEAST_WORKDIR, _LEAST_SHARED = 100 * 2**20, 2**30, 128 * 2**20  # bytes
+# Bytes of free space in a folder.
+_LEAST_TEMPORARY = 100 * 2**20
+_LEAST_WORKDIR = 2**30
+_LEAST_SHARED = 128 * 2**20
 _NO_LIMIT = 2**60  # bytes; without a limit cgroups of version 1 contain a number of this size
 
 
@@ -44,7 +47,8 @@ def available_memory(available: int, total: int, limit: int | None) -> Finding:
     value = f"{format_bytes(available)} free of {format_bytes(total)}"
     if limit is not None and limit < total:
         value += f", limited to {format_bytes(limit)} by its cgroup"
-    if min(available, total if limit is None else limit) >= _LEAST_MEMORY:
+        available = min(available, limit)
+    if available >= _LEAST_MEMORY:
         return Finding(OK, "memory", value)
     remedy = "a task needs about 1 GiB besides its model and data: end other programs, or request more memory"
     return Finding(WARNING, "memory", value, remedy)
@@ -54,14 +58,15 @@ def open_files(limit: int) -> Finding:
     """Returns a finding about the number of files that this process may open."""
     if limit == resource.RLIM_INFINITY:
         return Finding(OK, "open files", "no limit")
-    few = limit < 1024
-    return Finding(WARNING if few else OK, "open files", str(limit), "ulimit -n 4096" if few else "")
+    if limit < 1024:
+        return Finding(WARNING, "open files", str(limit), "ulimit -n 4096")
+    return Finding(OK, "open files", str(limit))
 
 
 def cpu_quota(root: pathlib.Path = ROOT, cgroups: str | None = None) -> float | None:
     """Returns the quota of this process's cgroup in processors, or None; `cgroups` is the text of `/proc/self/cgroup`."""
-    of_v2, of_v1 = ("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us")
-    pairs = [pair for names in (of_v2, of_v1) for pair in _numbers(root, "cpu", cgroups, names) if len(pair) == 2]
+    files = (("cpu.max",), ("cpu.cfs_quota_us", "cpu.cfs_period_us"))  # of versions 2 and 1
+    pairs = [pair for names in files for pair in _numbers(root, "cpu", cgroups, names) if len(pair) == 2]
     return min((quota / period for quota, period in pairs if quota > 0), default=None)
 
 
@@ -77,8 +82,9 @@ def _numbers(root: pathlib.Path, controller: str, cgroups: str | None, names: tu
 
     In a container the path may be the host's path, while the container sees only its own subtree, at the root.
     """
-    with contextlib.suppress(OSError):
-        cgroups = pathlib.Path("/proc/self/cgroup").read_text() if cgroups is None else cgroups
+    if cgroups is None:
+        with contextlib.suppress(OSError):
+            cgroups = pathlib.Path("/proc/self/cgroup").read_text()
     for line in (cgroups or "").splitlines():
         _, controllers, path = line.split(":", 2)
         if controllers == "" or controller in controllers.split(","):
@@ -102,7 +108,8 @@ def folders(environ: Mapping[str, str]) -> Iterator[Finding]:
     if not named or cannot_write(named):
         tried = [environ.get("TEMP"), environ.get("TMP"), "/tmp", "/var/tmp", "/usr/tmp"]  # as Python's tempfile
         candidates = [candidate for candidate in tried if candidate]
-        if usable := next((candidate for candidate in candidates if not cannot_write(candidate)), None):
+        usable = next((candidate for candidate in candidates if not cannot_write(candidate)), None)
+        if usable:
             yield _writable("temporary files", usable, _LEAST_TEMPORARY, elsewhere)
         else:
             shown = f"none of {', '.join(map(shorten, candidates))} can be written"
@@ -115,11 +122,14 @@ def folders(environ: Mapping[str, str]) -> Iterator[Finding]:
 
 
 def _writable(what: str, folder: str, least: int, remedy: str) -> Finding:
-    if why := cannot_write(folder):
+    why = cannot_write(folder)
+    if why:
         return Finding(WARNING, what, f"{shorten(folder)} cannot be written: {why}", remedy)
     free = shutil.disk_usage(folder).free
     value = f"{shorten(folder)}, {format_bytes(free)} free"
-    return Finding(OK, what, value) if free >= least else Finding(WARNING, what, value, remedy)
+    if free >= least:
+        return Finding(OK, what, value)
+    return Finding(WARNING, what, value, remedy)
 
 
 def cannot_write(folder: str) -> str:

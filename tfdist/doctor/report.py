@@ -40,4 +40,6 @@ def printable(text: str) -> str:
 
 def format_bytes(count: float) -> str:
     """Returns a number of bytes for a reader, such as `1.5 GiB`."""
-    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"
+    if count >= 2**30:
+        return f"{count / 2**30:.1f} GiB"
+    return f"{count / 2**20:.0f} MiB"

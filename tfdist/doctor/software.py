@@ -57,17 +57,21 @@ def versions(environ: Mapping[str, str]) -> Iterator[Finding]:
         ranges = {requirement.name: requirement.specifier for requirement in needed if not requirement.marker}
     except importlib.metadata.PackageNotFoundError:
         yield Finding(NOTE, "tfdist", "runs from a folder; the versions that it needs are unknown", "pip install it")
-        ranges, pythons = {}, ""
+        ranges = {}
+        pythons = ""
     python = platform.python_version()
-    suits = specifiers.SpecifierSet(pythons).contains(python.rstrip("+"), prereleases=True)
-    yield Finding(OK if suits else ERROR, "Python", python, "" if suits else f"use Python {pythons}")
+    if specifiers.SpecifierSet(pythons).contains(python.rstrip("+"), prereleases=True):
+        yield Finding(OK, "Python", python)
+    else:
+        yield Finding(ERROR, "Python", python, f"use Python {pythons}")
     if all(any(importlib.metadata.Distribution.discover(name=name)) for name in ("keras", "keras-nightly")):
         problem = "keras and keras-nightly are both installed, and each has written over files of the other"
         yield Finding(ERROR, "Keras", problem, "pip uninstall keras keras-nightly, and install one of them")
     for name, title in PACKAGES.items():
         declared = ranges.get(name, specifiers.SpecifierSet())
         wanted = f"pip install '{name}{declared}'"
-        distribution, spec = task_versions.distribution(name), importlib.util.find_spec(name)
+        distribution = task_versions.distribution(name)
+        spec = importlib.util.find_spec(name)
         if distribution is None and spec:
             yield Finding(NOTE, title, "from another distribution, whose version is unknown")
         elif distribution is None:
@@ -101,18 +105,22 @@ def settings(environ: Mapping[str, str]) -> Iterator[Finding]:
         yield Finding(OK, "proxies", "none")
         return
     shown = ", ".join(f"{name}={shorten(value)}" for name, value in sorted(proxies.items()))
-    if known := environ.get("no_proxy", environ.get("NO_PROXY", "")):
+    known = environ.get("no_proxy", environ.get("NO_PROXY", ""))
+    if known:
         shown += f"; no_proxy: {shorten(known)}"
     yield Finding(NOTE, "proxies", shown, _OF_PROXIES)
 
 
 def keras_backend(environ: Mapping[str, str]) -> Finding:
     """Returns a finding about Keras' backend, from KERAS_BACKEND, or else from `keras.json`."""
-    what, chosen, by = "KERAS_BACKEND", environ.get("KERAS_BACKEND"), ""
+    what = "KERAS_BACKEND"
+    chosen = environ.get(what)
+    by = ""
     if chosen is None:
         home = environ.get("KERAS_HOME") or pathlib.Path(environ.get("HOME") or "~").expanduser() / ".keras"
         file = pathlib.Path(home, "keras.json")
-        what, by = "Keras backend", f", by {shorten(str(file))}"
+        what = "Keras backend"
+        by = f", by {shorten(str(file))}"
         try:
             chosen = str(json.loads(read_file(file)).get("backend", "tensorflow"))
         except FileNotFoundError:

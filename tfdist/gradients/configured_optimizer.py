@@ -16,12 +16,7 @@ from tfdist.gradients import schedules
 def build_optimizer(
     config: TrainConfig, replicas: int = 1, steps_per_epoch: int | None = None
 ) -> keras.optimizers.Optimizer:
-    """Returns the Keras optimizer of `config`.
-
-    Args:
-        config: The configuration.
-        replicas: The number of synchronous replicas, by which the learning rate may be scaled.
-        steps_per_epoch: The number of steps in an epoch; None if it is unknown.
+    """Returns the Keras optimizer of `config`. The number of synchronous replicas may scale the learning rate.
 
     Raises:
         ConfigError: Keras has no such optimizer; the user's function raises an error or returns another object; or the schedule needs
@@ -29,13 +24,13 @@ def build_optimizer(
     """
     name = config.optimizer.name
     arguments = config.optimizer.arguments()
-    rate = (
-        config.learning_rate
-        * {"none": 1, "linear": replicas, "sqrt": math.sqrt(replicas)}[config.learning_rate_scaling]
-    )
+    scaling = {"none": 1, "linear": replicas, "sqrt": math.sqrt(replicas)}[config.learning_rate_scaling]
+    rate = config.learning_rate * scaling
     accumulation = arguments.get("gradient_accumulation_steps") or 1
-    if steps_per_epoch and (fault := accumulation_fault(accumulation, steps_per_epoch * config.epochs)):
-        raise ConfigError(fault)
+    if steps_per_epoch:
+        fault = accumulation_fault(accumulation, steps_per_epoch * config.epochs)
+        if fault:
+            raise ConfigError(fault)
     arguments["learning_rate"] = schedules.build_schedule(
         config.schedule, rate, steps_per_epoch, config.epochs, accumulation
     )
@@ -59,7 +54,8 @@ def build_optimizer(
                 f"Keras {keras.__version__} has no optimizer {name!r}: install a newer one, or choose another optimizer."
             )
         optimizer = kinds[name](**arguments)
-    if names := config.optimizer.excluded_from_weight_decay():
+    names = config.optimizer.excluded_from_weight_decay()
+    if names:
         optimizer.exclude_from_weight_decay(var_names=[re.escape(name) for name in names])
     if config.precision == "mixed_float16" and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
         # `compile` would wrap the optimizer, too, but the file that `save` writes would not contain the wrapper.

@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
+from tfdist.compat import tf_internals
 
 
 def map_values(function: Callable[[tf.Tensor], tf.Tensor], grad: Gradient) -> Gradient:
@@ -74,8 +75,11 @@ def with_divisible_rows(grads: Sequence[Gradient]) -> list[Gradient]:
 
 def nan_unless_finite(grads: Sequence[Gradient]) -> tf.Tensor:
     """Returns 0.0 if all gradients are finite, else NaN. Its sum over ranks is NaN on every rank if any rank's gradient is not finite."""
-    tensors = [grad.values if isinstance(grad, tf.IndexedSlices) else grad for grad in grads if grad is not None]
-    finite = [tf.reduce_all(tf.math.is_finite(tensor)) for tensor in tensors if tensor.dtype.is_floating]
+    finite = []
+    for grad in grads:
+        if grad is not None and grad.dtype.is_floating:
+            values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+            finite.append(tf.reduce_all(tf.math.is_finite(values)))
     return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
 
 
@@ -87,20 +91,20 @@ def propagate_non_finite(grads: Sequence[Gradient]) -> list[Gradient]:
 
 def with_static_shapes(grads: Sequence[Gradient], variables: Variables) -> list[Gradient]:
     """Returns the gradients, dense ones with their variables' static shapes, which some operations lose."""
-    return [
-        tf.ensure_shape(grad, variable.shape) if isinstance(grad, tf.Tensor) and grad.shape != variable.shape else grad
-        for grad, variable in zip(grads, variables, strict=True)
-    ]
+    shaped = list(grads)
+    for index, (grad, variable) in enumerate(zip(grads, variables, strict=True)):
+        if isinstance(grad, tf.Tensor) and grad.shape != variable.shape:
+            shaped[index] = tf.ensure_shape(grad, variable.shape)
+    return shaped
 
 
 def all_reduce(op: tf.distribute.ReduceOp, grads: Sequence[Gradient]) -> list[Gradient]:
     """Returns the gradients reduced over all replicas, in one call per dtype."""
-    context = tf.distribute.get_replica_context()
-    if context is None:
-        return list(grads)
     reduced = list(grads)
+    if tf.distribute.in_cross_replica_context():
+        return reduced
     for dtype in dict.fromkeys(g.dtype for g in grads if g is not None):
         indices = [index for index, g in enumerate(grads) if g is not None and g.dtype == dtype]
-        for index, value in zip(indices, context.all_reduce(op, [grads[i] for i in indices]), strict=True):
+        for index, value in zip(indices, tf_internals.all_reduce(op, [grads[i] for i in indices]), strict=True):
             reduced[index] = value
     return reduced

@@ -18,15 +18,18 @@ from tfdist import compression as compression_lib
 from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import check_compresses
 from tfdist.collectives.own_time import own_time_of
-from tfdist.compat import keras_internals, optimizer_search, tf_internals, unsupported
-from tfdist.compression.base import Compressor
+from tfdist.compat import keras_internals, laid_out, optimizer_search, piece_optimizer, tf_internals, unsupported
+from tfdist.compression.base import NONE, Compressor
 from tfdist.config import CompressionConfig
 from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
-from tfdist.gradients import gradient_lists
+from tfdist.gradients import gradient_lists, local_steps, worker_tables
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
+from tfdist.gradients.sharded_update import ShardedUpdate
 from tfdist.gradients.update import AccumulatingUpdate, FiniteUpdates
 from tfdist.replicas import step_context
+from tfdist.sharding.split_slot import SplitSlot
+from tfdist.strategy import Strategy, as_ours
 
 
 def distribute_optimizer(
@@ -64,19 +67,21 @@ def distribute_optimizer(
     """
     scaled = isinstance(optimizer, keras.optimizers.LossScaleOptimizer)
     leaf = optimizer.inner_optimizer if scaled else optimizer
-    known = _update_of(leaf)
-    compressor, previous = compression_lib.create(compression), known and known.compressor
+    compressor = compression_lib.create(compression)
     if _reduces_first(leaf) or _reduces_first(optimizer):
+        previous = get_compressor(leaf)
         if compressor not in (None, previous):
+            description = previous.description if previous else "none"
             raise ConfigError(
                 f"compression {compressor.description} comes too late: this {type(leaf).__name__} already has "
-                f"{previous.description if previous else 'none'}; compile the model with a new optimizer."
+                f"{description}; compile the model with a new optimizer."
             )
         compressor = previous  # Keras may have wrapped `optimizer` in a LossScaleOptimizer since
     if _reduces_first(optimizer):
         return optimizer
+    # The leaf may have been distributed before, without this LossScaleOptimizer or within another one: start from Keras' methods.
     for name in ("apply", "build", "scale_loss"):
-        vars(leaf).pop(name, None)  # distributed before without this LossScaleOptimizer, or within another one
+        vars(leaf).pop(name, None)
     keras_internals.restore_optimizer_methods(leaf)
     update = AccumulatingUpdate(leaf, scaled, clip_after_reduce)
     if compressor is not None:
@@ -87,7 +92,7 @@ def distribute_optimizer(
         if leaf.built:
             _create_compression_state(leaf, update, update.variables)
         leaf.build = functools.partial(_build_with_compression, leaf.build, leaf, update)
-    keras_internals.replace_reduction(leaf, list)
+    keras_internals.replace_reduction(leaf, list)  # Keras would reduce again, in its update
     if scaled:
         leaf.apply = functools.partial(_apply_reduced, leaf.apply, leaf)
     keras_internals.replace_update(leaf, update)
@@ -105,6 +110,8 @@ class _ReduceThenApply:
         self._update = update
 
     def __call__(self, grads: Sequence[Gradient], trainable_variables: Variables | None = None) -> None:
+        if trainable_variables is not None:
+            trainable_variables = laid_out.pieces(trainable_variables)
         with unsupported.explaining_branches():
             self._apply_in_step(grads, trainable_variables)
 
@@ -112,9 +119,13 @@ class _ReduceThenApply:
         step = step_context.current()
         if step is None:
             return self._reduce(grads, trainable_variables)
-        if (weight := step.gradient_weight) is not None:
-            weighed = step.weighs_loss and step.optimizer is self._optimizer
-            grads = (gradient_lists.zero_if_no_examples if weighed else gradient_lists.scale_no_nan)(grads, weight)
+        if step.gradient_weight is not None:
+            # Keras' own step has weighted the loss (`_scale_and_weigh_loss`); a custom step's gradients are weighted here.
+            is_weighted = step.weighs_loss and step.optimizer is self._optimizer
+            weigh = gradient_lists.zero_if_no_examples if is_weighted else gradient_lists.scale_no_nan
+            grads = worker_tables.map_others(
+                functools.partial(weigh, share=step.gradient_weight), grads, self._variables(trainable_variables)
+            )
         if step.deferred is not None:
             return step.deferred.append((grads, trainable_variables))
         step.is_applying = True
@@ -122,23 +133,41 @@ class _ReduceThenApply:
             self._reduce(grads, trainable_variables)
         finally:
             step.is_applying = False
+            step.gathered.clear()  # the update has changed these variables
 
     def _reduce(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         self._check_built()
         context = tf.distribute.get_replica_context()
+        if context and _audits(context.strategy, grads):
+            return
         own_time = own_time_of(context.strategy) if context else None
         if context and own_time and own_time.is_measuring:
             context.merge_call(own_time.on_gradients, args=([grad for grad in grads if grad is not None],))
         grads = gradient_lists.deduplicate_rows(grads)  # so that fewer rows are sent
-        if not self._update.accumulates:
+        variables = self._variables(trainable_variables)
+        own = worker_tables.own_indices(grads, variables)
+        if own:
+            worker_tables.check(self._update.leaf, self._update.clips_local)
+            if self._update.scaled or self._update.finite or self._update.reduction:
+                grads = worker_tables.agree_on_finite(grads, own)
+        if self._update.accumulates:
+            # The sums are reduced once per update, but whether a step counts is decided now, by all replicas together.
+            if self._update.scaled or self._update.finite:
+                grads = gradient_lists.propagate_non_finite(grads)
+        else:
             grads = self._update.clip_local(grads, self._scale())
-        if context and self._update.reduction and not self._update.accumulates:
-            if self._merge(context, self._compressed, grads, trainable_variables):
+            scattering = self._update.scattering
+            if context and scattering:
+                if self._merge(context, functools.partial(self._scattered, scattering), grads, trainable_variables):
+                    return
+            elif self._update.is_local:
+                pass
+            elif not (context and self._update.reduction):
+                summed = functools.partial(self._summed, context, variables=variables)
+                grads = worker_tables.map_others(summed, grads, variables)
+                grads = self._update.clip_tables(grads, variables, self._scale())
+            elif self._merge(context, self._compressed, grads, trainable_variables):
                 return
-        elif not self._update.accumulates:
-            grads = self._summed(context, grads, trainable_variables)
-        elif self._update.scaled or self._update.finite:
-            grads = gradient_lists.propagate_non_finite(grads)
         if not (context and self._update.finite and self._merge(context, self._if_finite, grads, trainable_variables)):
             self._apply(grads, trainable_variables)
 
@@ -150,13 +179,17 @@ class _ReduceThenApply:
         variables: Variables | None,
     ) -> bool:
         """Calls a function with the gradients of all replicas and their variables; returns False if all gradients are None."""
-        variables = self._update.variables if variables is None else variables
+        variables = self._variables(variables)
         grads = gradient_lists.with_static_shapes(grads, variables)
         present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
         if present:
             present_grads, variables = zip(*present, strict=True)
             context.merge_call(functools.partial(function, variables=variables), args=(list(present_grads),))
         return bool(present)
+
+    def _variables(self, variables: Variables | None) -> Variables:
+        """Returns the variables of gradients; None means those of the optimizer."""
+        return self._update.variables if variables is None else variables
 
     def _apply(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         self._keras_apply(gradient_lists.with_divisible_rows(grads), trainable_variables)
@@ -169,10 +202,19 @@ class _ReduceThenApply:
         # A backup would not contain the optimizer's variables.
         if not known and tf_internals.num_replicas(tf.distribute.get_strategy()) > 1:
             raise ConfigError(unsupported.UNBUILT.format(type(self._optimizer).__name__))
-        if self._update.compressor or ((self._update.scaled or self._update.finite) and not tf.executing_eagerly()):
-            kind = "with a loss scale" if self._update.scaled else "with a nan_policy"
-            kind = "that compresses" if self._update.compressor else kind
-            raise ConfigError(f"An optimizer {kind} must be built first: optimizer.build(model.trainable_variables).")
+        if self._update.compressor:
+            kind = "that compresses"
+        elif self._update.is_local:
+            kind = "with sync_every"
+        elif tf.executing_eagerly():
+            return
+        elif self._update.scaled:
+            kind = "with a loss scale"
+        elif self._update.finite:
+            kind = "with a nan_policy"
+        else:
+            return
+        raise ConfigError(f"An optimizer {kind} must be built first: optimizer.build(model.trainable_variables).")
 
     def _scale(self) -> tf.Tensor | float:
         """Returns the loss scale, by which gradients are multiplied until Keras' `apply` divides them."""
@@ -183,35 +225,56 @@ class _ReduceThenApply:
     def _summed(
         self,
         context: tf.distribute.ReplicaContext | None,
-        grads: Sequence[Gradient],
-        variables: Variables | None,
+        grads: list[Gradient],
+        variables: Variables,
     ) -> list[Gradient]:
         """Returns the sums of the gradients over all replicas; None stays None."""
-        if not (context and uses_bucketed_all_reduce(context.strategy)):
-            sparse = [index for index, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-            if not (context and sparse and traits_of(context.strategy).mirrors_in_process):
-                return gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, grads)
-            dense = [None if index in sparse else grad for index, grad in enumerate(grads)]
-            reduced = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, dense)
-            gathered = context.merge_call(gather_rows_in_process, args=([grads[index] for index in sparse],))
-            for index, total in zip(sparse, gathered, strict=True):
-                reduced[index] = total
-            return reduced
-        grads = gradient_lists.with_static_shapes(grads, self._update.variables if variables is None else variables)
-        indices = [index for index, grad in enumerate(grads) if grad is not None]
-        present = [grads[index] for index in indices]
-        step = tf.cast(self._optimizer.iterations, tf.int64)
-        totals = (
-            context.merge_call(functools.partial(bucketed_all_reduce, step=step), args=(present,)) if present else []
-        )
-        sums = dict(zip(indices, totals, strict=True))
-        return [sums.get(index) for index in range(len(grads))]
+        if context and uses_bucketed_all_reduce(context.strategy):
+            grads = gradient_lists.with_static_shapes(grads, variables)
+            present = [grad for grad in grads if grad is not None]
+            if not present:
+                return grads
+            step = tf.cast(self._optimizer.iterations, tf.int64)
+            totals = iter(context.merge_call(functools.partial(bucketed_all_reduce, step=step), args=(present,)))
+            return [None if grad is None else next(totals) for grad in grads]
+        sparse = [index for index, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
+        if not (context and sparse and traits_of(context.strategy).mirrors_in_process):
+            return gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+        reduced = list(grads)
+        for index in sparse:
+            reduced[index] = None
+        reduced = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, reduced)
+        gathered = context.merge_call(gather_rows_in_process, args=([grads[index] for index in sparse],))
+        for index, total in zip(sparse, gathered, strict=True):
+            reduced[index] = total
+        return reduced
 
     def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
         """Sums gradients through the compressor; skips the update if a gradient is not finite."""
         scale = self._optimizer.dynamic_scale if self._update.scaled else None  # residuals are kept unscaled
-        grads, finite = self._update.reduce(grads, variables, scale)
-        self._if_finite(strategy, grads, variables, finite)
+        totals, finite = self._update.reduce(grads, variables, scale)
+        if worker_tables.clips(self._update.leaf, self._update.variables):
+            clip = functools.partial(self._update.clip_tables, scale=self._scale())
+            totals = strategy.extended.call_for_each_replica(clip, args=(totals, variables))
+        self._if_finite(strategy, totals, variables, finite)
+
+    def _scattered(
+        self,
+        sharded: ShardedUpdate,
+        strategy: tf.distribute.Strategy,
+        grads: Sequence[Gradient],
+        variables: Variables,
+    ) -> None:
+        """Gives each process its pieces of the gradients' sum, and applies the update; skips it if a gradient is not finite."""
+        pieces = sharded.reduce_scatter(grads, variables)
+        if not (self._update.finite or self._update.scaled):
+            strategy.extended.call_for_each_replica(self._apply, args=(pieces, variables))
+            return
+        finite = sharded.all_finite(pieces)
+        if self._update.scaled:
+            # `LossScaleOptimizer` tests the pieces of its process.
+            pieces = gradient_lists.scale(pieces, tf.where(finite, 1.0, float("nan")))
+        self._if_finite(strategy, pieces, variables, finite)
 
     def _if_finite(
         self,
@@ -257,7 +320,10 @@ def _scale_and_weigh_loss(
     step = step_context.current()
     if step is None or not step.weighs_loss or step.optimizer is not optimizer:
         return loss
-    if (weight := step.gradient_weight) is None:
+    if not step.is_compiled:
+        _audits(tf.distribute.get_strategy(), [loss])
+    weight = step.gradient_weight
+    if weight is None:
         return loss
     if not loss.shape.rank:
         return loss * gradient_lists.factor(weight, loss.dtype)
@@ -266,6 +332,12 @@ def _scale_and_weigh_loss(
     # The gradient of a vector is the gradient of its sum. A replica without examples must not send a gradient through the
     # moments of a synchronized BatchNormalization.
     return tf.math.multiply_no_nan(loss, tf.cast(weight > 0, loss.dtype))
+
+
+def _audits(strategy: tf.distribute.Strategy, values: Sequence[Gradient]) -> bool:
+    """Gives an audit this replica's loss or gradients. Returns whether the step only repeats another one, and ends here."""
+    ours = as_ours(strategy)
+    return bool(ours and ours.audit and ours.audit.take(values))
 
 
 def _build_with_compression(
@@ -302,12 +374,18 @@ def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compres
 
 def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
     """Returns the compressed reduction of an optimizer's gradients; None before `build`, or without a compressor."""
+    local = local_steps.of_optimizer(optimizer)
+    if local:
+        return None if local.reduction.compressor == NONE else local.reduction
     update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
     return None if update is None else update.reduction
 
 
 def get_compressor(optimizer: keras.optimizers.Optimizer) -> Compressor | None:
     """Returns the compressor of an optimizer's gradients, also before `build`; None without one."""
+    if local_steps.of_optimizer(optimizer):
+        reduction = get_reduction(optimizer)
+        return reduction.compressor if reduction else None
     update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
     return None if update is None else update.compressor
 
@@ -319,10 +397,50 @@ def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribu
         update.finite = FiniteUpdates(strategy)
 
 
+def train_locally(optimizer: keras.optimizers.Optimizer, strategy: Strategy, compressor: Compressor | None) -> None:
+    """Makes a distributed optimizer step alone on each worker, which exchanges its weights by `LocalSteps`, in place."""
+    update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
+    if update is not None and not update.is_local:
+        update.is_local = True
+        local_steps.install(optimizer, strategy, compressor, lambda: update.finite.skipped if update.finite else None)
+
+
+def shard(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Splits the slots of a distributed optimizer over the processes of a strategy, in place."""
+    leaf = getattr(optimizer, "inner_optimizer", optimizer)
+    update = _update_of(leaf)
+    if update is None or update.sharded:
+        return
+    sharded = update.sharded = ShardedUpdate(leaf, strategy)
+
+    def build(variables: Variables) -> None:
+        sharded.build(variables)
+        _create_compression_state(leaf, update, variables)
+
+    leaf.build = build
+    keras_internals.replace_overwrite(leaf, sharded.overwrite)
+    piece_optimizer.save_whole(leaf)
+    piece_optimizer.save_whole(optimizer)
+    if leaf.built:
+        sharded.split()
+
+
 def skipped_updates(model: keras.Model) -> list[tf.Variable]:
     """Returns the counts of updates that this process has skipped, one for each optimizer with `skip_non_finite`."""
     updates = map(_update_of, optimizer_search.optimizers(model))
     return [update.finite.skipped for update in updates if update is not None and update.finite]
+
+
+def optimizer_bytes(model: keras.Model, process: int) -> int:
+    """Returns the bytes of the variables of a model's optimizers on a process, on each of its devices; split slots are there once."""
+    total = 0
+    for optimizer in optimizer_search.optimizers(model):
+        for variable in piece_optimizer.state_variables(optimizer):
+            elements = tf.TensorShape(variable.shape).num_elements()
+            if isinstance(variable, SplitSlot):
+                elements = variable.pieces.ranges[process].length
+            total += elements * tf.as_dtype(variable.dtype).size
+    return total
 
 
 def _update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | None:

@@ -72,24 +72,17 @@ def build_schedule(
 ) -> float | keras.optimizers.schedules.LearningRateSchedule:
     """Returns the schedule of `config`, or the learning rate itself if it is constant.
 
-    Args:
-        config: The configuration.
-        learning_rate: The rate that the schedule begins with, after the warm-up.
-        steps_per_epoch: Steps of an epoch; None if unknown.
-        epochs: Epochs of the run.
-        accumulation: The number of steps whose mean gradient makes one update.
+    The schedule begins with `learning_rate`, after the warm-up. `accumulation` is the number of steps whose mean gradient makes one update.
 
     Raises:
         ConfigError: The schedule needs the number of steps, which is unknown; or the warm-up takes all updates of the run.
     """
     n = accumulation
-    total = steps_per_epoch * epochs // n if steps_per_epoch else None
+    total = steps_per_epoch * epochs // n if steps_per_epoch else None  # updates
     boundaries = config.numbers("boundaries")
-    if total is None and (
-        config.warmup_epochs
-        or (config.name in ("cosine", "polynomial") and not config.decay_steps)
-        or min(boundaries, default=1) < 1
-    ):
+    decays_until_end = config.name in ("cosine", "polynomial") and not config.decay_steps
+    has_shares = min(boundaries, default=1) < 1
+    if total is None and (config.warmup_epochs or decays_until_end or has_shares):
         raise ConfigError(
             f"schedule {config.name!r} depends on the steps of the run, and the task does not say how many an epoch has: set "
             "steps_per_epoch, or count updates: schedule.decay_steps, schedule.warmup_steps, and boundaries from 1 on."
@@ -118,9 +111,12 @@ def build_schedule(
     if warmup:  # such that the first update, at step n - 1, has rate 0
         rises["initial_learning_rate"] = -learning_rate * (n - 1) / (warmup * n)
     if config.name == "constant":
+        if not warmup:
+            return learning_rate
         # A cosine without decay, because only Keras' CosineDecay has a warm-up.
-        return keras.optimizers.schedules.CosineDecay(decay_steps=1, alpha=1.0, **rises) if warmup else learning_rate
+        return keras.optimizers.schedules.CosineDecay(decay_steps=1, alpha=1.0, **rises)
     if config.name == "step":
+        # A boundary below 1 is a share of the run.
         ends = [round(boundary * (total or 0)) if boundary < 1 else int(boundary) for boundary in boundaries]
         rates = [learning_rate]
         for factor in config.factors():
@@ -138,7 +134,8 @@ def build_schedule(
             return keras.optimizers.schedules.CosineDecay(learning_rate, decay, alpha=config.end)
         return keras.optimizers.schedules.CosineDecay(decay_steps=decay * n, alpha=config.end, **rises)
     # Keras' polynomial starts at step 0: make it longer, so that it has the learning rate at the end of the warm-up.
-    end, steps = learning_rate * config.end, decay * n + begins
+    end = learning_rate * config.end
+    steps = decay * n + begins
     first = end + (learning_rate - end) * (steps / (decay * n)) ** config.power
     schedule = keras.optimizers.schedules.PolynomialDecay(first, steps, end, config.power)
     return WarmUp(schedule, **rises) if warmup else schedule

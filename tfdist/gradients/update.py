@@ -16,43 +16,35 @@ from tfdist.collectives.communicator import communicator_for
 from tfdist.collectives.requests import AllReduce, RankContext
 from tfdist.compat import keras_internals
 from tfdist.compression.base import Compressor
+from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
-from tfdist.gradients import gradient_lists
+from tfdist.gradients import gradient_lists, worker_tables
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, uses_bucketed_all_reduce
+from tfdist.gradients.sharded_update import ELEMENTWISE, ShardedUpdate
+from tfdist.layers.table import common, is_own
+from tfdist.strategy import as_ours
 
 _BROADCAST_LANE = -3  # a lane that gradients do not use
-# Optimizers that update each element independently.
-_ELEMENTWISE_OPTIMIZERS = (
-    keras.optimizers.SGD,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adam,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adamax,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Nadam,
-    keras.optimizers.Lion,
-)
 
 
 class AccumulatingUpdate:
     """The replacement of an optimizer's `_backend_apply_gradients`.
 
-    It runs Keras' conditional updates in cross-replica context, where the variables of all replicas can be assigned.
-
-    Args:
-        optimizer: The optimizer.
-        scaled: Whether a `LossScaleOptimizer` wraps the optimizer.
-        clips_after_reduce: Whether the optimizer clips the reduced gradient.
+    It runs Keras' conditional updates in cross-replica context, where the variables of all replicas can be assigned. `scaled` means that
+    a `LossScaleOptimizer` wraps the optimizer.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_after_reduce: bool):
-        self._optimizer = optimizer
+        self.leaf = self._optimizer = optimizer
         self._keras_update = keras_internals.update_method(optimizer)
         self.scaled = scaled
         self.compressor: Compressor | None = None
         self.reduction: Reduction | None = None  # None until the optimizer is built
+        self.sharded: ShardedUpdate | None = None  # None unless the slots are split
+        # Replaced where variables live as pieces.
+        self.clip_pieces: Callable[[Sequence[Gradient], Variables], Sequence[Gradient]] = lambda grads, _: grads
         self.finite: FiniteUpdates | None = None  # None unless non-finite updates are skipped
+        self.is_local = False  # whether each worker applies its own gradients (see `LocalSteps`)
         self._clip: Callable[[Sequence[Gradient]], Sequence[Gradient]] | None = None
         # An optimizer that overrides `apply` must receive what one process would: each step's reduced gradient.
         self._reduces_each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
@@ -75,6 +67,28 @@ class AccumulatingUpdate:
         return [None if grad is None else next(remaining) for grad in grads]
 
     @property
+    def clips_local(self) -> bool:
+        """True if each replica clips its own gradient, before the sum."""
+        return self._clip is not None
+
+    def clip_tables(
+        self,
+        grads: Sequence[Gradient],
+        variables: Variables,
+        scale: tf.Tensor | float = 1.0,
+        accumulated: bool = False,
+    ) -> Sequence[Gradient]:
+        """Clips reduced gradients if a table is in parts, where Keras would use the norm of each part.
+
+        Gradients that will be accumulated are clipped later (`accumulated`). `scale` is as in `clip_local`.
+        """
+        clips = not self.clips_local and worker_tables.clips(self._optimizer, self.variables)
+        if not clips or accumulated != bool(self._optimizer.gradient_accumulation_steps):
+            return grads
+        keras_internals.replace_clip(self._optimizer, list)
+        return worker_tables.clip(self._optimizer, grads, variables, scale)
+
+    @property
     def variables(self) -> Sequence[Gradient]:
         """The variables that the optimizer was built with."""
         return keras_internals.trainable_variables(self._optimizer)
@@ -82,10 +96,25 @@ class AccumulatingUpdate:
     def reduce(
         self, grads: Sequence[Gradient], variables: Variables, scale: tf.Tensor | float = None
     ) -> tuple[list[Gradient], tf.Tensor]:
-        """Returns the sums of the gradients over all replicas, and whether all are finite, as `Reduction` does. In cross-replica context."""
-        numbers = [self._number(variable) for variable in variables]
+        """Returns the sums of the gradients over all replicas, and whether all are finite, as `Reduction` does. In cross-replica context.
+
+        This worker's rows of tables are summed already.
+        """
+        strategy = tf.distribute.get_strategy()
         assert self.reduction is not None  # noqa: S101 (for the type checker: callers have tested it)
-        return self.reduction(grads, numbers, self._optimizer.iterations, scale)
+        totals = list(grads)
+        finite = tf.constant(True)
+        shared = worker_tables.shared_indices(variables)
+        if shared:
+            numbers = [self._number(variables[index]) for index in shared]
+            local = [grads[index] for index in shared]
+            sums, finite = self.reduction(local, numbers, self._optimizer.iterations, scale)
+            for index, total in zip(shared, sums, strict=True):
+                totals[index] = total
+        if len(shared) < len(grads):
+            first = [strategy.experimental_local_results(total)[0] for total in totals]
+            finite &= tf.math.is_finite(gradient_lists.nan_unless_finite(first))
+        return totals, finite
 
     def _number(self, variable: keras.Variable) -> int:
         try:
@@ -102,18 +131,27 @@ class AccumulatingUpdate:
         """Returns whether this object accumulates local gradients and reduces them, once per update."""
         return bool(self._optimizer.gradient_accumulation_steps) and not self._reduces_each_step
 
+    @property
+    def scattering(self) -> ShardedUpdate | None:
+        """The update by pieces if each process receives only its pieces of the gradients' sum, else None."""
+        if self.sharded is None or self.compressor or self.sharded.clips_by_norm:
+            return None
+        return self.sharded
+
     def __call__(self, grads: Sequence[Gradient], variables: Variables) -> None:
         optimizer = self._optimizer
         grads = gradient_lists.deduplicate_rows(grads)  # rows of several replicas may have the same id
         context = tf.distribute.get_replica_context()
-        if context and (optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
+        if context and (self.sharded or optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
             context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
         else:
-            self._keras_update(grads, variables)
+            self._keras_update(self.clip_pieces(grads, variables), variables)
             self._broadcast(context)
 
     def _broadcast(self, context: tf.distribute.ReplicaContext | None) -> None:
         """Makes the updated variables equal on all workers."""
+        if self.is_local:
+            return
         if context and _may_differ_between_workers(self._optimizer, context.strategy, clips=self._clip is None):
             context.merge_call(_broadcast_update, args=(self._optimizer,))
 
@@ -125,24 +163,33 @@ class AccumulatingUpdate:
         def on_each_replica(function: Callable[..., None]) -> None:
             strategy.extended.call_for_each_replica(function, args=(grads, variables))
 
-        if steps := optimizer.gradient_accumulation_steps:
+        steps = optimizer.gradient_accumulation_steps
+        if steps:
             end = functools.partial(self._end, strategy, grads, variables)
-            communicator_for(strategy).cond(step % steps == 0, end, lambda: on_each_replica(self._add))
+            _cond_of(strategy)(step % steps == 0, end, lambda: on_each_replica(self._add))
         else:
-            on_each_replica(self._step)
-        if optimizer.use_ema:
-            trained = keras_internals.trainable_variables(optimizer)
+            self._step_across(strategy, grads, variables)
+        if not optimizer.use_ema:
+            return
+        trained = keras_internals.trainable_variables(optimizer)
+        cond = tf.cond
+        if self.sharded:
+            self.sharded.move_averages()
+            cond = _cond_of(strategy)  # the averages are gathered
+        else:
             strategy.extended.call_for_each_replica(keras_internals.moving_average_method(optimizer), args=(trained,))
-            if frequency := optimizer.ema_overwrite_frequency:
-                overwrite = keras_internals.overwrite_method(optimizer)
-                tf.cond(update % frequency == 0, lambda: overwrite(trained), lambda: None)
+        frequency = optimizer.ema_overwrite_frequency
+        if frequency:
+            overwrite = keras_internals.overwrite_method(optimizer)
+            cond(update % frequency == 0, lambda: overwrite(trained), lambda: None)
 
     def _step(self, grads: Sequence[Gradient], variables: Variables) -> None:
+        grads = self.clip_pieces(self.clip_tables(grads, variables, accumulated=True), variables)
         keras_internals.update_variables(self._optimizer, grads, variables)
         self._broadcast(tf.distribute.get_replica_context())
 
     def _add(self, grads: Sequence[Gradient], variables: Variables) -> None:
-        for accumulator, total in self._totals(grads, variables):
+        for accumulator, total, _ in self._totals(grads, variables):
             accumulator.assign(total)
 
     def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
@@ -150,50 +197,65 @@ class AccumulatingUpdate:
         # Collectives of tfdist need cross-replica context, where they see the values of all replicas: hence the alternation of calls
         # for each replica (clip and reset, then update) and reductions between them.
         call = strategy.extended.call_for_each_replica
-        if not self.accumulates:  # `apply` is overridden: each step's gradients were reduced before they were added
-            call(self._update_of_sums, args=(grads, variables))
-            return
-        if not (self.reduction or uses_bucketed_all_reduce(strategy)):  # TensorFlow's all-reduce works within a replica
+        # TensorFlow's all-reduce works within a replica. Gradients of an optimizer that overrides `apply` were reduced at each step.
+        is_summed = self.accumulates and not self.is_local
+        if not is_summed or not (self.reduction or self.sharded or uses_bucketed_all_reduce(strategy)):
             call(self._update, args=(grads, variables))
             return
         shares = call(self._shares, args=(grads, variables))
-        if not self.reduction:
-            totals = bucketed_all_reduce(strategy, shares, tf.cast(self._optimizer.iterations, tf.int64))
-            call(self._step, args=(totals, variables))
+        if self.scattering:
+            self._step_across(strategy, self.scattering.reduce_scatter(shares, variables), variables)
             return
-        # The accumulators are reset by now, even if the sum is not finite: a NaN in them would stay in all later updates.
+        if not self.reduction:
+            step = tf.cast(self._optimizer.iterations, tf.int64)
+            totals = list(shares)
+            shared = worker_tables.shared_indices(variables)
+            if shared:
+                sums = bucketed_all_reduce(strategy, [shares[index] for index in shared], step)
+                for index, total in zip(shared, sums, strict=True):
+                    totals[index] = total
+            self._step_across(strategy, totals, variables)
+            return
         totals, finite = self.reduce(shares, variables)
-        tf.cond(finite, lambda: call(self._step, args=(totals, variables)), lambda: None)
+        # The accumulators are reset by now, even if the sum is not finite: a NaN in them would stay in all later updates.
+        tf.cond(finite, lambda: self._step_across(strategy, totals, variables), lambda: None)
+
+    def _step_across(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
+        if self.sharded:
+            self.sharded.update(grads, variables, are_pieces=self.scattering is not None)
+        else:
+            strategy.extended.call_for_each_replica(self._step, args=(grads, variables))
 
     def _update(self, grads: Sequence[Gradient], variables: Variables) -> None:
         shares = self._shares(grads, variables)
-        self._step(gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, shares), variables)
-
-    def _update_of_sums(self, grads: Sequence[Gradient], variables: Variables) -> None:
-        self._step(self._shares(grads, variables), variables)
+        if self.accumulates and not self.is_local:
+            shares = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, shares)
+        self._step(shares, variables)
 
     def _shares(self, grads: Sequence[Gradient], variables: Variables) -> list[tf.Tensor]:
         """Returns this replica's part of the mean over steps and replicas, and resets the accumulators.
 
         If gradients were reduced at each step, returns the entire mean instead of a part.
         """
-        parts = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
         steps = self._optimizer.gradient_accumulation_steps
-        totals = [total for _, total in self._totals(grads, variables)]
-        shares = self.clip_local([total / (steps * parts) for total in totals])
+        totals = self._totals(grads, variables)
+        shares = self.clip_local([total / (steps * parts) for _, total, parts in totals])
         # Like Keras, also reset the accumulators of variables without a gradient at this step.
         for accumulator in keras_internals.accumulators(self._optimizer):
             accumulator.value.assign(tf.zeros_like(accumulator.value))
         return list(shares)
 
-    def _totals(self, grads: Sequence[Gradient], variables: Variables) -> Iterator[tuple[tf.Variable, tf.Tensor]]:
-        # A replica's gradient is its share of a sum, but accumulators are averaged over the replicas, as statistics are. With
-        # this factor their mean is the accumulator of one process.
-        replicas = tf.distribute.get_strategy().num_replicas_in_sync if self.accumulates else 1
+    def _totals(self, grads: Sequence[Gradient], variables: Variables) -> Iterator[tuple[tf.Variable, tf.Tensor, int]]:
+        """Yields for each gradient its accumulator, the new value of it, and the number of replicas whose values are summed later."""
         accumulators = keras_internals.accumulators(self._optimizer)
         for grad, variable in zip(gradient_lists.with_static_shapes(grads, variables), variables, strict=True):
             accumulator = accumulators[keras_internals.variable_index(self._optimizer, variable)].value
-            yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas
+            replicas = 1
+            if self.accumulates and not self.is_local and not is_own(variable):
+                # A replica's gradient is its share of a sum, but accumulators are averaged over the replicas, as statistics are. With
+                # this factor their mean is the accumulator of one process.
+                replicas = tf.distribute.get_strategy().num_replicas_in_sync
+            yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas, replicas
 
 
 class FiniteUpdates:
@@ -220,21 +282,31 @@ class FiniteUpdates:
     ) -> None:
         """Calls `update` if the reduced gradients are finite, else counts a skipped update. In cross-replica context.
 
-        Args:
-            strategy: The strategy.
-            update: Updates all replicas.
-            grads: The reduced gradients.
-            finite: Whether they are finite, if that is known.
+        `finite` says whether they are, if the caller knows it.
         """
         local = strategy.experimental_local_results
         if finite is None:
-            finite = tf.math.is_finite(gradient_lists.nan_unless_finite([local(grad)[0] for grad in grads]))
+            zero_or_nan = gradient_lists.nan_unless_finite([local(grad)[0] for grad in grads])
+            ours = as_ours(strategy)
+            if ours and ours.mesh:  # the other workers of the model group have other pieces
+                zero_or_nan = ours.mesh.sum_in_group(zero_or_nan)
+            finite = tf.math.is_finite(zero_or_nan)
 
         def skip() -> None:
             for count in local(self.skipped):
                 count.assign_add(1)
 
-        tf.cond(finite, update, skip)
+        cond = _cond_of(strategy) if traits_of(strategy).compresses else tf.cond
+        cond(finite, update, skip)
+
+
+def _cond_of(strategy: tf.distribute.Strategy) -> Callable[..., None]:
+    """Returns the `cond` whose branches may have collectives of the strategy."""
+    ours = as_ours(strategy)
+    if ours and ours.mesh and ours.mesh.group.processes > 1:
+        cond: Callable[..., None] = ours.mesh.group.cond
+        return cond
+    return communicator_for(strategy).cond
 
 
 def _may_differ_between_workers(
@@ -248,7 +320,7 @@ def _may_differ_between_workers(
     """
     if not (hardware.describe_difference(strategy) and uses_bucketed_all_reduce(strategy)):
         return False
-    elementwise = any(type(optimizer).update_step is kind.update_step for kind in _ELEMENTWISE_OPTIMIZERS)
+    elementwise = any(type(optimizer).update_step is kind.update_step for kind in ELEMENTWISE)
     return not elementwise or (clips and bool(optimizer.clipnorm or optimizer.global_clipnorm))
 
 
@@ -260,13 +332,16 @@ def _broadcast_update(strategy: tf.distribute.Strategy, optimizer: keras.optimiz
         "number on all workers.",
         stacklevel=2,
     )
-    group, local = communicator_for(strategy), strategy.experimental_local_results
-    variables = [*keras_internals.trainable_variables(optimizer), *optimizer.variables]
+    group = communicator_for(strategy)
+    local = strategy.experimental_local_results
+    variables = common([*keras_internals.trainable_variables(optimizer), *optimizer.variables], [optimizer])
     values = {id(variable.value): variable.value for variable in variables if _is_replicated(variable.value)}.values()
 
+    # Exchanges have no broadcast: the sum of the chief's values and zeros is exact.
     def from_chief(replica: int, member: RankContext) -> Generator[Any, Any, Sequence[tf.Tensor]]:
-        local_values = [tf.cast(local(value)[replica], _wire_dtype(value.dtype)) for value in values]
-        sent = local_values if member.rank == 0 else [tf.zeros_like(value) for value in local_values]
+        sent = [tf.cast(local(value)[replica], _wire_dtype(value.dtype)) for value in values]
+        if member.rank != 0:
+            sent = list(map(tf.zeros_like, sent))
         return (yield AllReduce(sent))
 
     members = group.contexts(tf.constant(0, tf.int64))
@@ -291,7 +366,14 @@ def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> Non
     if "apply" not in vars(optimizer):
         apply = optimizer.apply
 
-        def apply_sums(grads: Sequence[Gradient], *variables: Any, **named: Any) -> None:
-            apply(gradient_lists.with_divisible_rows(gradient_lists.deduplicate_rows(grads)), *variables, **named)
+        def apply_sums(grads: Sequence[Gradient], trainable_variables: Variables | None = None) -> None:
+            variables = trainable_variables
+            if variables is None:
+                variables = keras_internals.trainable_variables(optimizer)
+            grads = gradient_lists.deduplicate_rows(grads)
+            if worker_tables.clips(optimizer, variables):
+                keras_internals.replace_clip(optimizer, list)
+                grads = worker_tables.clip(optimizer, grads, variables)
+            apply(gradient_lists.with_divisible_rows(grads), trainable_variables)
 
         optimizer.apply = apply_sums

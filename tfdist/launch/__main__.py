@@ -2,7 +2,7 @@
 
 import runpy
 
-from tfdist.runtime import interrupts
+from tfdist.runtime.end import interrupts
 
 if __name__ == "__main__":
     interrupts.end_at_once()

@@ -7,11 +7,10 @@ import time
 from collections.abc import Callable
 
 from tfdist.cluster import TaskSpec
-from tfdist.launch.guardian import Guardian
-from tfdist.launch.output import LauncherOutput
 from tfdist.launch.process import Failure, TaskProcess, last_error_line
 from tfdist.launch.restart_policy import RestartPolicy, why_final
-from tfdist.runtime import progress
+from tfdist.launch.start import Host
+from tfdist.runtime.report import progress
 
 SPEC = TaskSpec("evaluator", 0)
 _RESTARTS = 3
@@ -23,28 +22,19 @@ class EvaluatorProcess:
     """Supervisor of the evaluator: starts its process, and restarts it if it fails.
 
     Args:
-        start: Starts the process; takes the task, and whether to append to the log.
-        output: Prints the evaluator's lines.
-        guardian: Kills the evaluator if this process is killed.
-        folder: The folder in which tasks write their progress.
+        host: The parts that the evaluator shares with the tasks of all starts.
 
     Attributes:
-        is_over: Whether the evaluator has ended for good.
+        is_over: Whether the evaluator has ended for good, or the job has none.
     """
 
-    def __init__(
-        self, start: Callable[[TaskSpec, bool], TaskProcess], output: LauncherOutput, guardian: Guardian, folder: str
-    ):
-        self._start = start
-        self._output = output
-        self._guardian = guardian
-        self._folder = folder
+    def __init__(self, host: Host):
+        self._host = host
         self._policy = RestartPolicy(_RESTARTS)
         self._due = 0.0
         self._started = 0.0
-        self._starts = 0
         self._task: TaskProcess | None = None
-        self.is_over = False
+        self.is_over = not host.options.evaluator
 
     def __enter__(self) -> EvaluatorProcess:
         return self
@@ -57,78 +47,76 @@ class EvaluatorProcess:
         task = self._task
         if task is None:
             if not self.is_over and time.monotonic() >= self._due:
-                self._task, self._started = self._start(SPEC, self._starts > 0), time.time()
-                self._starts += 1
+                self._task = self._host.create(self._host.options.cluster, SPEC)
+                self._started = time.time()
             return
-        self._output.forward(task)
-        self._output.release_expired(task)
+        self._host.output.forward(task)
+        self._host.output.release_expired(task)
         if task.process.poll() is not None:
             self._close(task)
             self._ended(task)
 
     def finish(self, is_stopped: Callable[[], bool], between: Callable[[], object]) -> None:
-        """Waits until the evaluator has evaluated the last backups of a finished training run, or hangs.
+        """Waits until the evaluator has evaluated the last backups of a finished training run, or hangs, or `is_stopped`.
 
-        Args:
-            is_stopped: Returns whether to stop waiting.
-            between: Function to call while it waits; must call `look`.
+        Meanwhile it calls `between`, which must call `look`.
         """
-        announced, begun = False, time.time()
+        announced = False
+        begun = time.time()
         while not self.is_over and not is_stopped():
             if not announced and self._task:
-                self._output.say(
+                self._host.output.say(
                     f"the training has finished; waiting for {SPEC}, which evaluates the remaining backups"
                 )
                 announced = True
             between()
-            alive_at = max(begun, self._started, progress.touched(self._folder, SPEC.name))
+            # Its record is touched with each batch; before the first one there are its imports.
+            alive_at = max(begun, self._started, progress.touched(self._host.folder, SPEC.name))
             if self._task and time.time() - alive_at > _SILENT_SECONDS:
-                self._output.say(f"{SPEC} has evaluated no batch for {_SILENT_SECONDS:.0f} s; ending it")
+                self._host.output.say(f"{SPEC} has evaluated no batch for {_SILENT_SECONDS:.0f} s; ending it")
                 break
             time.sleep(0.05)
 
     @property
     def running(self) -> list[TaskSpec]:
         """The evaluator, if it runs."""
-        return [SPEC] * (self._task is not None)
+        return [SPEC] if self._task else []
 
     @property
     def waiting(self) -> list[TaskSpec]:
         """The evaluator, if it will be started."""
-        return [SPEC] * (self._task is None and not self.is_over)
+        return [] if self._task or self.is_over else [SPEC]
 
     def _stop(self) -> None:
-        task, self.is_over = self._task, True
+        self.is_over = True
+        task = self._task
         if task is None:
             return
         task.signal(signal.SIGTERM)
         until = time.monotonic() + _STOP_SECONDS
         while task.process.poll() is None and time.monotonic() < until:
-            self._output.forward(task)
+            self._host.output.forward(task)
             time.sleep(0.02)
         self._close(task)
-        self._output.release(task)
+        self._host.output.release(task)
 
     def _close(self, task: TaskProcess) -> None:
-        task.signal(signal.SIGKILL)  # to the evaluator and all processes that it has started
-        task.process.wait()
-        task.over = True
-        self._output.drain(task)
-        self._guardian.unwatch(task.process.pid)
-        task.close()
+        self._host.close(task)
         self._task = None
 
     def _ended(self, task: TaskProcess) -> None:
         code = task.process.returncode
         failure = Failure(SPEC, code, last_error_line(task.held or task.tail))
-        self._output.release(task)
+        self._host.output.release(task)
         if code == 0:
             self.is_over = True
             return
-        steps = progress.read(self._folder, SPEC.name)
-        if not (why := why_final(code, False) or self._policy.failed(steps.done if steps else None)):
+        record = progress.read(self._host.folder, SPEC.name)
+        done = record.done if record.begun else None
+        why = why_final(code, False) or self._policy.failed(done)
+        if not why:
             self._due = time.monotonic() + self._policy.delay
-            self._output.say(f"{SPEC} lost ({failure.cause}); restarting it while the training continues")
+            self._host.output.say(f"{SPEC} lost ({failure.cause}); restarting it while the training continues")
             return
         self.is_over = True
-        self._output.say(f"{failure}; {why}; the training continues without it. Full output: {task.log_path}")
+        self._host.output.say(f"{failure}; {why}; the training continues without it. Full output: {task.log_path}")

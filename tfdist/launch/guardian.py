@@ -8,7 +8,7 @@ import sys
 from collections.abc import Iterator
 from types import TracebackType
 
-from tfdist.runtime import progress
+from tfdist.runtime.report import progress
 
 # Reads commands from a pipe: "?" announces a start, "!" its failure, "+N" and "-N" add and remove a process group. The kernel
 # closes the pipe however the launcher dies, kill -9 included: then the guardian kills the remaining groups and removes the folder.
@@ -16,6 +16,8 @@ from tfdist.runtime import progress
 _PROGRAM = """
 import os, shutil, signal, sys, time
 folder, mark = sys.argv[1], os.fsencode(sys.argv[2])
+if sys.argv[3:] and os.fork():
+    os._exit(0)
 def marked():
     for name in filter(str.isdigit, os.listdir("/proc")):
         try:
@@ -55,14 +57,16 @@ class Guardian:
 
     Args:
         folder: The folder that the guardian removes at the end; an absolute path.
+        is_child: Whether the guardian stays a child of this process, which then waits for it. A Ray worker kills its children at its end.
     """
 
-    def __init__(self, folder: str):
+    def __init__(self, folder: str, is_child: bool = True):
         self._folder = folder
+        self._words = [] if is_child else ["detached"]
 
     def __enter__(self) -> Guardian:
         self._process = subprocess.Popen(
-            [sys.executable, "-SEc", _PROGRAM, self._folder, f"{progress.FOLDER}={self._folder}"],
+            [sys.executable, "-SEc", _PROGRAM, self._folder, f"{progress.FOLDER}={self._folder}", *self._words],
             bufsize=0,  # so that no buffered write can fail later if the guardian has been killed
             stdin=subprocess.PIPE,
             stdout=subprocess.DEVNULL,

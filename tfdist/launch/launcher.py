@@ -1,45 +1,46 @@
-"""The supervisor: starts, watches, restarts and ends the tasks of a cluster that run on this machine. No TensorFlow here."""
+"""The supervisor: it decides when the tasks of a cluster on this machine start again, and when they end. No TensorFlow here."""
 
 from __future__ import annotations
 
-import contextlib
-import os
 import pathlib
-import selectors
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator
 from typing import IO
 
-from tfdist.cluster import ClusterSpec, TaskSpec, local
-from tfdist.launch.agreement import Done
+from tfdist.cluster.spec import split_address
+from tfdist.errors import list_first
 from tfdist.launch.evaluator_process import EvaluatorProcess
 from tfdist.launch.guardian import Guardian
+from tfdist.launch.options import Options
 from tfdist.launch.output import LauncherOutput
 from tfdist.launch.process import (
     Failure,
     TaskProcess,
     handling_signals,
     lacks_answer,
+    last_backup,
     last_error_line,
     set_logs_aside,
     signal_name,
-    task_environ,
 )
 from tfdist.launch.restart_policy import RestartPolicy, why_final
-from tfdist.launch.rounds import Rounds, Start
-from tfdist.launch.sizes import Sizes
 from tfdist.launch.standard_input import StandardInput
+from tfdist.launch.start import Host, Start
 from tfdist.launch.warm import WarmSpare
-from tfdist.runtime import late_removal, process_end, progress
-from tfdist.runtime.temporary import temporary_folder
+from tfdist.runtime.end import process_end
+from tfdist.runtime.folders import finished_training
+from tfdist.runtime.folders.temporary import temporary_folder
+from tfdist.runtime.report import progress
 
 _ALONE = (
     "no task has created a tfdist.Trainer or strategy: unless the command connects the tasks itself, each ran alone"
 )
-_TURN = 0.05  # seconds between two looks at the tasks
+_TURN = 0.05  # seconds between two looks while no task runs
 # Seconds that tasks have after Ctrl-C: they save nothing then, and may wait for each other.
 _AFTER_INTERRUPT = 2.0
+# Seconds that tasks have after the failure of another task: they save nothing then.
+_AFTER_FAILURE = 2.0
 
 
 class Launcher:
@@ -50,84 +51,32 @@ class Launcher:
     code 75 after SIGTERM requests a restart, too; this is not a failure, and uses no restart.
 
     Args:
-        command: The command and its arguments, the same for all tasks.
-        cluster: The tasks and their addresses.
-        log_dir: The folder of each task's output, `<task>.log`. Logs of an earlier run move to its subfolder `before`.
-        environ: The environment that tasks inherit. None means this process's.
-        grace_seconds: Seconds from SIGTERM to SIGKILL. TensorFlow may wait for a peer and not react to SIGTERM.
+        options: The command, its cluster, and the rules for its starts.
         output: The stream for the tasks' lines. None means this process's standard output.
-        max_restarts: Number of restarts after failures; 0 means that the first failure ends the job.
-        prefixes: Words before a task's command, by task. They run the command, such as `nsenter`.
-        evaluator: Whether to run the command as the task `evaluator:0`, too: outside the cluster, and without GPUs.
-        fresh_ports: Whether to choose new ports when all tasks restart. Only for a cluster of this machine whose ports tfdist has chosen.
-        must_finish: Whether exit code 0 is a failure of a task that has not called `progress.mark_finished`. During a `fit` it always is.
-        here: The tasks to start on this machine; launchers on other machines start and restart the others. None means all.
-        sizes: The number of workers of an elastic job, which continues with fewer workers after one was killed, and with more after
-            a backup. Only for synchronous workers of this machine. None means always as many as `cluster` has.
-        rounds: The starts of an elastic job on several hosts. None means that the hosts do not change.
-        warm: Whether to fork tasks from a process that has imported TensorFlow and Keras, where that is possible (`WarmSpare`).
-        stdin: The task that reads this process's standard input. None means that no task reads it.
+        host: The class that starts the tasks, or a function with the arguments of `Host`.
 
     Attributes:
         failure: The failure that ended the last `run`, or None.
+        signals: The numbers of the signals that `run` has received.
         lost_at: The time of the last failure, in seconds since the epoch, or None.
 
     Examples:
         >>> import sys, tempfile
         >>> from tfdist.cluster import local_cluster
-        >>> from tfdist.launch import Launcher
-        >>> launcher = Launcher([sys.executable, "train.py"], local_cluster(workers=2), tempfile.mkdtemp(), max_restarts=3)
+        >>> from tfdist.launch import Launcher, Options
+        >>> options = Options([sys.executable, "train.py"], local_cluster(workers=2), tempfile.mkdtemp(), max_restarts=3)
+        >>> launcher = Launcher(options)
         >>> # sys.exit(launcher.run())
     """
 
-    def __init__(
-        self,
-        command: Sequence[str],
-        cluster: ClusterSpec,
-        log_dir: str | os.PathLike[str],
-        environ: Mapping[str, str] | None = None,
-        grace_seconds: float = 25.0,
-        output: IO[bytes] | None = None,
-        max_restarts: int = 0,
-        prefixes: Mapping[TaskSpec, Sequence[str]] | None = None,
-        evaluator: bool = False,
-        fresh_ports: bool = False,
-        must_finish: bool = False,
-        here: Sequence[TaskSpec] | None = None,
-        sizes: Sizes | None = None,
-        rounds: Rounds | None = None,
-        warm: bool = False,
-        stdin: TaskSpec | None = None,
-    ):
-        self._command = list(command)
-        self._prefixes = prefixes or {}
-        self._cluster = cluster
-        self._here = here
-        self._specs = cluster.tasks() if here is None else list(here)
-        self._log_dir = pathlib.Path(log_dir)
-        self._environ = dict(os.environ if environ is None else environ)
-        self._sizes, self._rounds = sizes, rounds
-        if elastic := sizes or rounds:
-            self._environ[progress.REPLICAS] = str(elastic.replicas)
-        self._grace_seconds = grace_seconds
-        self._output = LauncherOutput(output, log_dir)
-        self._tasks: list[TaskProcess] = []
-        self._running: list[TaskProcess] = []
-        self._has_evaluator, self._fresh_ports, self._must_finish = evaluator, fresh_ports, must_finish
-        self._later: list[tuple[float, TaskSpec]] = []  # time of a worker's restart, and the worker
-        self._signals: list[int] = []
-        self._kill_at = float("inf")
-        self._restart = False
-        self._preempted = self._is_growing = False
-        self._knows_backups = here is None or cluster.chief in here  # only the chief reports them
-        self._saved: int | None = 0  # the step of the last backup; None if unknown
-        self._last_preemption_step = self._last_break_step = -1
-        self._why = ""  # the reason for the next start, for other hosts' launchers
-        self._code: int | None = None  # the job's exit code, from another host's launcher
-        self._stdin = StandardInput(stdin)
-        self.restarts = RestartPolicy(max_restarts)
-        # Without restarts, one task starts no sooner.
-        self._uses_spare = warm and not self._prefixes and (max_restarts > 0 or len(self._specs) > 1)
+    def __init__(self, options: Options, output: IO[bytes] | None = None, host: Callable[..., Host] = Host):
+        self._options = options
+        self._new_host = host
+        self._output = LauncherOutput(output, options.log_dir)
+        self.signals: list[int] = []
+        self._restarts = RestartPolicy(options.max_restarts)
+        self._saved: int | None = 0  # the step of the last backup; None if only another host's launcher knows it
+        self._last_preemption_step = -1  # the step at which the tasks last ended after SIGTERM
         self.failure: Failure | None = None
         self.lost_at: float | None = None
 
@@ -138,358 +87,323 @@ class Launcher:
             0 if all tasks succeeded; 75 if tasks saved after SIGTERM and need a restart; else the first failure's exit code, or 128 +
             the number of the signal that ended the task or the launcher. With parameter servers the job ends with the chief.
         """
-        self._log_dir.mkdir(parents=True, exist_ok=True)
-        self._appends = not self._output.attempt(self._log_dir, set_logs_aside, self._log_dir, self._here)
-        with handling_signals(self._signals.append):
+        options, output = self._options, self._output
+        log_dir = pathlib.Path(options.log_dir)
+        log_dir.mkdir(parents=True, exist_ok=True)
+        output.attempt(log_dir, set_logs_aside, log_dir, options.here)
+        with handling_signals(self.signals.append):
             try:
+                # In this order: the guardian must run before the spare and the tasks start, and ends after them.
                 with (
-                    temporary_folder(otherwise=self._log_dir) as self._progress,
-                    Guardian(self._progress) as self._guardian,
-                    self._spare() as self._warm,
-                    EvaluatorProcess(self._create, self._output, self._guardian, self._progress) as self._evaluator,
-                    self._rounds or contextlib.nullcontext(),
+                    temporary_folder(otherwise=log_dir) as folder,
+                    Guardian(folder) as guardian,
+                    _warm_spare(options, folder, guardian) as spare,
+                    self._new_host(
+                        options, output, folder, guardian, spare, StandardInput(options.stdin)
+                    ) as self._host,
                 ):
-                    self._evaluator.is_over = not self._has_evaluator
-                    servers = [spec for spec in self._specs if self._is_server(spec)]
-                    if not self._stdin.is_read:  # the table would overwrite what is typed
-                        self._output.start_table(self._specs + self._evaluator.waiting, servers, self._progress)
-                    for _ in self._starts():
-                        self._run_once()
-                    if not self._preempted and self.failure is None:
-                        self._evaluator.finish(lambda: bool(self._signals), self._refresh)
-                    if not (self._preempted or self._signals or self.failure):
-                        late_removal.remove_all_noted(self._progress, self._output.say)
-                    received_sigterm = self._preempted or (self._signals and self._signals[0] != signal.SIGINT)
-                    if received_sigterm and (advice := self._how_to_continue()):
-                        self._output.say(advice)
-                    alone = len(self._cluster.training_tasks()) > 1 and not progress.uses_tfdist(self._progress)
-                    if alone and not (self._preempted or self._signals or self.failure):
-                        self._output.say(_ALONE)
+                    self._start = Start(self._host, options.cluster, options.here)
+                    with EvaluatorProcess(self._host) as self._evaluator:
+                        self._run_job()
             finally:
-                self._output.count_warnings()
-                self._output.close(lambda: len(self._signals))
+                output.count_warnings()
+                output.close(lambda: len(self.signals))
         return self._exit_code()
 
+    def _run_job(self) -> None:
+        if not self._host.stdin.is_read:  # the table would overwrite what is typed
+            specs = self._start.specs
+            servers = [spec for spec in specs if self._start.is_server(spec)]
+            self._output.start_table(specs + self._evaluator.waiting, servers, self._host.folder)
+        elsewhere = _elsewhere(self._options)
+        if elsewhere:
+            self._output.say(elsewhere)
+        for start in self._starts():
+            self._run_start(start)
+        if not self._start.preempted and self.failure is None:
+            self._evaluator.finish(lambda: bool(self.signals), self._refresh)
+        # After Ctrl-C the first message has contained the advice.
+        if self._start.preempted or (self.signals and self.signals[0] != signal.SIGINT):
+            advice = self._how_to_continue()
+            if advice:
+                self._output.say(advice)
+        if self._start.preempted or self.signals or self.failure:
+            return
+        finished_training.remove_of_this_run(progress.folders_with_backups(self._host.folder), self._output.say)
+        if len(self._start.cluster.training_tasks()) > 1 and not progress.read_all(self._host.folder):
+            self._output.say(_ALONE)
+
     def _exit_code(self) -> int:
-        if self._preempted:
+        if self._start.preempted:
             return process_end.PREEMPTED
-        if self._signals:
-            return 128 + self._signals[0]
-        return self.failure.status if self.failure else self._code or 0
+        if self.signals:
+            return 128 + self.signals[0]
+        if self.failure:
+            return self.failure.status
+        return 0
 
-    def _starts(self) -> Iterator[None]:
-        """Yields before each start of the tasks, with their cluster set."""
-        if self._rounds:
-            yield from self._starts_on_hosts(self._rounds)
-            return
-        yield
-        while self._restart and not self._signals:
-            self._wait()
-            if self._sizes:
-                self._cluster = local.local_cluster(self._sizes.workers)
-                self._specs = self._cluster.tasks()
-            elif self._fresh_ports:  # another program may have taken a port
-                self._cluster = local.on_free_ports(self._cluster)
-            yield
-
-    def _starts_on_hosts(self, rounds: Rounds) -> Iterator[None]:
-        while isinstance(start := rounds.next_cluster(self._is_stopped, self.restarts.total), Start):
-            self._cluster, self._specs, self.restarts.total = start.cluster, start.here, start.restarts
-            yield
-            if self._signals or self.failure or self._code is not None:
-                break
-            if not self._restart:
-                rounds.ended(0)
-                while not rounds.all_ended() and not self._restart and not self._is_stopped():
-                    self._look_at_hosts(rounds)
-                if not self._restart and rounds.leads:
-                    break
-            if self._restart:
-                rounds.failed(self._why, self._saved)
+    def _starts(self) -> Iterator[Start]:
+        """Yields the starts of the tasks; `self._start` is the last one that has begun."""
+        options = self._options
+        before = None
+        while before is None or (self._start.restart and not self.signals):
+            if before:
                 self._wait()
-        else:
-            self._code = start.code if isinstance(start, Done) else None
-        code = self._exit_code()
-        if rounds.leads or not self._signals:  # on a signal to this launcher the job continues on the other hosts
-            rounds.ended(code, str(self.failure or "")) if code else rounds.finish(0)
-
-    def _look_at_hosts(self, rounds: Rounds) -> None:
-        """Ends the tasks if another host's launcher starts the job again, or ends it."""
-        if self._signals or self._kill_at < float("inf") or not (interruption := rounds.interruption()):
-            return
-        self._why, self._restart = interruption.why, interruption.code is None
-        if self._restart:
-            self._saved = self._saved if interruption.saved is None else interruption.saved
-            self.restarts.resized()
-            self._output.say(
-                f"{interruption.why}; starting again on the hosts that are there, from {self._from_where()}"
-            )
-        else:
-            self._code = interruption.code
-            self._output.say(f"{interruption.why}; ending all tasks")
-        self._end(signal.SIGKILL, 0.0)
+            yield Start(self._host, self._host.next_cluster(before, self._is_stopped), options.here)
+            before = self._start.cluster
 
     def _is_stopped(self) -> bool:
         self._refresh()
-        return bool(self._signals)
+        return bool(self.signals)
 
-    def _run_once(self) -> None:
+    def _run_start(self, start: Start) -> None:
         """Starts all tasks, and returns when all have ended."""
-        self._warm.wait(lambda: bool(self._signals))
-        if self._signals:
-            advice = self._how_to_continue(". ") if self._signals[0] == signal.SIGINT else ""
-            self._output.say(f"{signal_name(self._signals[0])}: ending; no task runs{advice}")
+        self._host.spare.wait(lambda: bool(self.signals))
+        if self.signals:
+            advice = ""
+            if self.signals[0] == signal.SIGINT:
+                advice = self._how_to_continue(". ")
+            self._output.say(f"{signal_name(self.signals[0])}: ending; no task runs{advice}")
             return
-        self._output.attempt(self._progress, progress.clear, self._progress, self.restarts.total)
-        self._output.attempt(self._progress, late_removal.begin, self._progress)
-        self._restart = self._preempted = self._is_growing = False
-        self._kill_at = float("inf")
-        if self._sizes:
-            self._sizes.started()
-        try:
-            with selectors.DefaultSelector() as self._selector:
-                for spec in self._specs:
-                    self._start(spec)
-                if not (self.restarts.limit or self._sizes or self._has_evaluator):  # no other task will start
-                    self._warm.close()
-                self._watch()
-        finally:
-            for task in self._tasks:
-                task.close()
-            self._tasks = []
+        self._start = start
+        folder = self._host.folder
+        self._output.attempt(folder, progress.clear, folder, self._restarts.total)
+        if self._options.sizes:
+            self._options.sizes.started()
+        start.run(self._on_turn)
 
-    def _spare(self) -> WarmSpare:
-        environ = task_environ(self._environ, self._cluster, self._specs[0], self._progress, self._log_dir)
-        return WarmSpare(self._command if self._uses_spare else None, environ, self._guardian)
-
-    def _create(self, spec: TaskSpec, append: bool) -> TaskProcess:
-        command = [*self._prefixes.get(spec, ()), *self._command]
-        environ = task_environ(self._environ, self._cluster, spec, self._progress, self._log_dir)
-        with self._guardian.starting():
-            log, start = self._log_dir / f"{spec.name}.log", self._warm.start
-            task = TaskProcess(spec, command, environ, log, append or self._appends, start, self._stdin.of(spec))
-            self._guardian.watch(task.process.pid)
-        return task
-
-    def _start(self, spec: TaskSpec) -> None:
-        self._tasks.append(task := self._create(spec, append=self.restarts.total > 0))
-        self._running.append(task)
-        self._selector.register(task.pipe, selectors.EVENT_READ, task)
-
-    def _watch(self) -> None:
-        handled = 0
-        while self._running:
-            for at, spec in [delayed for delayed in self._later if time.monotonic() >= delayed[0]]:
-                self._later.remove((at, spec))
-                self._start(spec)
-            ready = [key.data for key, _ in self._selector.select(timeout=_TURN)]
-            for task in ready:
-                self._forward_output(task)
-            for task in self._running:
-                if task not in ready and self._stdin.is_typed_for(task.spec):
-                    self._output.ask(task)
-            self._refresh()
-            self._grow()
-            if self._rounds:
-                self._look_at_hosts(self._rounds)
-            # After Ctrl-C tracebacks contain nothing new, and a task may take seconds to end, because its peers do not answer.
-            # After a failure they are its consequences.
-            for task in self._running if not self.failure and signal.SIGINT not in self._signals else ():
-                self._output.release_expired(task)
-            if any(self._is_over(task) for task in self._running):
-                self._take_ended()
-            if len(self._signals) > handled:
-                grace, advice = 0.0 if handled else self._grace_seconds, ""
-                if self._signals[0] == signal.SIGINT:
-                    grace, self._output.is_interrupted = min(grace, _AFTER_INTERRUPT), True
-                    advice = "" if handled else self._how_to_continue(". ")
-                if self._running:
-                    name = signal_name(self._signals[handled])
-                    last = (
-                        f"; tasks that still run after {grace:g} s, or at another signal, are killed"
-                        if grace
-                        else " now"
-                    )
-                    self._output.say(f"{name}: ending all tasks{last}{advice}")
-                self._end(self._signals[0], grace)
-                handled = len(self._signals)
-            if time.monotonic() > self._kill_at:
-                for task in self._running:
-                    task.signal(signal.SIGKILL)
-
-    def _take_ended(self) -> None:
-        # Look at all tasks again: if one task ended because of another, that other task has ended by now, too.
-        ended = [task for task in self._running if self._is_over(task)]
+    def _on_turn(self, ended: list[TaskProcess]) -> None:
+        """Reacts to backups, to tasks that have ended, and to signals."""
+        start = self._start
+        self._grow()
         for task in ended:
-            self._running.remove(task)
-            # Processes that the task started may outlive it, and would keep its pipe open.
-            task.signal(signal.SIGKILL)
-            task.over = True
-            self._forward_output(task, self._output.drain)
-            self._guardian.unwatch(task.process.pid)
-        for task in sorted(ended, key=TaskProcess.failures_by_cause):
             self._ended(task)
+        if len(self.signals) > start.signals_handled:
+            self._handle_signals()
+        # After Ctrl-C tracebacks contain nothing new, and a task may take seconds to end, because its peers do not answer.
+        # After a failure they are its consequences.
+        if not self.failure and signal.SIGINT not in self.signals:
+            for task in start.running:
+                self._output.release_expired(task)
+        self._refresh()
 
-    def _is_over(self, task: TaskProcess) -> bool:
-        # A shell dies of a signal at once; the processes that it runs have the full grace period.
-        stopping = self._kill_at < float("inf") and time.monotonic() < self._kill_at
-        return task.process.poll() is not None and not (stopping and task.signal(0))
+    def _handle_signals(self) -> None:
+        """Ends all tasks: at the first signal in the grace period, at another one at once."""
+        start = self._start
+        is_first = not start.signals_handled
+        grace = self._options.grace_seconds if is_first else 0.0
+        advice = ""
+        if self.signals[0] == signal.SIGINT:
+            grace = min(grace, _AFTER_INTERRUPT)
+            self._output.is_interrupted = True
+            if is_first:
+                advice = self._how_to_continue(". ")
+        if start.running:
+            name = signal_name(self.signals[start.signals_handled])
+            limit = " now"
+            if grace:
+                limit = f"; tasks that still run after {grace:g} s, or at another signal, are killed"
+            self._output.say(f"{name}: ending all tasks{limit}{advice}")
+        start.end(grace, self.signals[0])
+        start.signals_handled = len(self.signals)
 
     def _wait(self) -> None:
         """Waits before a restart; a signal ends the wait."""
-        until = time.monotonic() + self.restarts.delay
-        while time.monotonic() < until and not self._signals:
-            self._refresh()
-            time.sleep(0.05)
+        until = time.monotonic() + self._restarts.delay
+        while time.monotonic() < until and not self._is_stopped():
+            time.sleep(_TURN)
 
     def _refresh(self) -> None:
-        self._stdin.forward()
-        if not self._signals:
+        self._host.stdin.forward()
+        if not self.signals:
             self._evaluator.look()
-        later = self._specs if self._restart else [spec for _, spec in self._later]
-        running = [*(task.spec for task in self._running), *self._evaluator.running]
-        self._output.refresh(running, [*later, *self._evaluator.waiting], self._kill_at < float("inf"))
-
-    def _forward_output(self, task: TaskProcess, forward: Callable[[TaskProcess], None] | None = None) -> None:
-        (forward or self._output.forward)(task)
-        if not task.open and task.pipe in self._selector.get_map():
-            self._selector.unregister(task.pipe)
+        start, evaluator = self._start, self._evaluator
+        running = [task.spec for task in start.running] + evaluator.running
+        self._output.refresh(running, start.waiting + evaluator.waiting, start.kill_at is not None)
 
     def _ended(self, task: TaskProcess) -> None:
+        start = self._start
         code = task.process.returncode
-        if self._kill_at < float("inf"):
+        is_server = start.is_server(task.spec)
+        failure = Failure(task.spec, code, last_error_line(task.held or task.tail), task.loss)
+        if start.kill_at is not None:
+            # All tasks share an error of the configuration; another task may have failed first, because its peer had ended.
+            if self.failure and failure.is_config_error and not self.failure.is_config_error:
+                self.failure = failure
+                self._output.say(f"{failure}. Full output: {task.log_path}")
             # The traceback of a task that fails because another one failed first stays in its log.
-            was_signalled = bool(self._signals) and not self.failure and not self._is_server(task.spec)
-            self._preempted |= was_signalled and code == process_end.PREEMPTED
-            if self._is_growing and not code:  # the training has ended meanwhile
-                self._restart = False
+            if self.signals and not self.failure and not is_server and code == process_end.PREEMPTED:
+                start.preempted = True
+            if start.is_growing and not code:  # the training has ended meanwhile
+                start.restart = False
             return
-        name, amid_fit = task.spec.name, progress.is_training(self._progress, task.spec.name)
-        must_finish = self._must_finish and not self._is_server(task.spec)
-        unfinished = not code and (amid_fit or (must_finish and not progress.has_finished(self._progress, name)))
-        if unfinished and amid_fit and (steps := progress.read(self._progress, name)):
-            self._failed(task, Failure(task.spec, code, f"step {steps.done}, epoch {steps.epoch}"))
-        elif unfinished or code not in (0, process_end.PREEMPTED) or (code and self._is_server(task.spec)):
-            reason = last_error_line(task.held or task.tail) if code else ""
-            self._failed(task, Failure(task.spec, code, reason, task.loss))
+        own = progress.read(self._host.folder, task.spec.name)
+        must_finish = self._options.must_finish and not is_server
+        if code == 0 and not own.trains and (own.finished or not must_finish):
+            self._succeeded(task)
+        elif code == process_end.PREEMPTED and not is_server:
+            self._preempted(task)
+        elif code:
+            self._failed(task, failure)
         else:
-            self._ended_well(task)
+            reached = ""
+            if own.trains:
+                reached = f"step {own.done}, epoch {own.epoch}"
+            self._failed(task, Failure(task.spec, code, reached))
 
-    def _ended_well(self, task: TaskProcess) -> None:
+    def _succeeded(self, task: TaskProcess) -> None:
         self._output.release(task)
-        if task.process.returncode == process_end.PREEMPTED:
-            done, self._saved = self._steps(task)
-            # Without progress since the last preemption this end counts as a failure.
-            free = (done or 0) > self._last_preemption_step
-            self._last_preemption_step, self._preempted = done or 0, True
-            may_restart = self.restarts.limit > 0 or self._rounds is not None
-            self._restart = may_restart and (free or not self.restarts.failed(done))
-            self._why = f"{task.spec} ended after SIGTERM"
-            then = f"; starting again from {self._from_where()}" if self._restart else ""
-            self._output.say(f"{task.spec} ended after SIGTERM at step {done or 0}{then}")
-            self._kill_at = time.monotonic() + self._grace_seconds  # the others are saving, too
-            self.restarts.total += self._restart and free
-        elif task.spec == self._cluster.chief and self._cluster.jobs.get("ps"):
-            self._end(signal.SIGTERM, self._grace_seconds)
+        if self._start.cluster.jobs.get("ps") and task.spec == self._start.cluster.chief:
+            self._start.end(self._options.grace_seconds, signal.SIGTERM)
+
+    def _preempted(self, task: TaskProcess) -> None:
+        start = self._start
+        self._output.release(task)
+        done = self._note_progress(task)
+        step = done or 0
+        # Without progress since the last preemption this end counts as a failure.
+        is_free = step > self._last_preemption_step
+        self._last_preemption_step = step
+        start.preempted = True
+        start.restart = self._options.max_restarts > 0 and (is_free or not self._restarts.failed(done))
+        next_step = ""
+        if start.restart:
+            next_step = f"; starting again from {last_backup(self._saved)}"
+            self._restarts.total += is_free
+        self._output.say(f"{task.spec} ended after SIGTERM at step {step}{next_step}")
+        start.end(self._options.grace_seconds)  # without a signal, because the others are saving, too
 
     def _failed(self, task: TaskProcess, failure: Failure) -> None:
+        start = self._start
         self.lost_at = time.time()
-        alone = task.spec.type == "worker" and self._is_server(task.spec)
-        done, self._saved = self._steps(task)
+        done = self._note_progress(task)
         if failure.loss:  # its errors are consequences, too: the log has them
             task.held = []
-        lost = f"{failure.lost} lost" + (f" at step {done}" if done is not None else "") + f" ({failure.cause})"
-        final = why_final(failure.exit_code, progress.has_refusal(self._progress), self._saved or 0, failure.reason)
-        self._why = lost
-        if not final and (size := self._other_size(failure, done)):
-            self.restarts.resized()
+        step = ""
+        if done is not None:
+            step = f" at step {done}"
+        loss = f"{failure.lost} lost{step} ({failure.cause})"
+        has_refusal = any(record.refused for record in progress.read_all(self._host.folder))
+        final = why_final(failure.exit_code, has_refusal, self._saved or 0, failure.reason)
+        size = None if final else self._other_size(failure, done)
+        where = last_backup(self._saved)
+        if size:
+            self._restarts.resized()
             self._output.release(task)
-            self._output.say(f"{lost}; continuing with {size} from {self._from_where()}. Full output: {task.log_path}")
-            self._restart = True
-            self._end(signal.SIGKILL, 0.0)
+            self._output.say(f"{loss}; continuing with {size} from {where}. Full output: {task.log_path}")
+            self._end_for_restart()
             return
-        if not (why := final or self.restarts.failed(done)):
-            count = f"restart {self.restarts.spent}/{self.restarts.limit}"
-            self._output.release(task)
-            if alone:
-                self._output.say(f"{lost}; {count} from step {done or 0}, of {task.spec} alone")
-                self._output.attempt(self._progress, progress.write_restarts, self._progress, self.restarts.total)
-                self._later.append((time.monotonic() + self.restarts.delay, task.spec))
-            else:
-                has_no_backup_dir = done is not None and self._saved == 0 and not progress.is_backed_up(self._progress)
-                why = ", because no backup_dir is set" if has_no_backup_dir else ""
-                self._output.say(f"{lost}; {count} from {self._from_where()}{why}. Full output: {task.log_path}")
-                self._restart = True
-                self._end(signal.SIGKILL, 0.0)  # blocked in a collective, where tasks do not react to SIGTERM
+        why = final or self._restarts.failed(done)
+        if why:
+            self._give_up(task, failure, why)
             return
-        gone = failure.exit_code < 0 or failure.exit_code == process_end.PREEMPTED
-        if alone and gone and (self._later or any(other.spec.type == "worker" for other in self._running)):
-            # Parameter servers hold the weights that this worker has trained.
+        self._output.release(task)
+        spent, limit = self._restarts.spent, self._restarts.limit
+        if self._is_alone(task):
+            self._output.say(f"{loss}; restart {spent}/{limit} from step {done or 0}, of {task.spec} alone")
+            folder = self._host.folder
+            self._output.attempt(folder, progress.write_restarts, folder, self._restarts.total)
+            start.restart_alone(task.spec, self._restarts.delay)
+            return
+        if done is not None and self._saved == 0 and not progress.is_backed_up(self._host.folder):
+            where += ", because no backup_dir is set"
+        self._output.say(f"{loss}; restart {spent}/{limit} from {where}. Full output: {task.log_path}")
+        self._end_for_restart()
+
+    def _is_alone(self, task: TaskProcess) -> bool:
+        """Returns whether a task's loss does not affect the others: parameter servers hold the weights that a worker has trained."""
+        return task.spec.type == "worker" and self._start.is_server(task.spec)
+
+    def _end_for_restart(self) -> None:
+        """Ends all tasks after the loss of one, so that they start again."""
+        self._start.restart = True
+        # SIGKILL at once: the others are blocked in a collective, where they do not react to SIGTERM, and have nothing to save.
+        self._start.end(0.0, signal.SIGKILL)
+
+    def _give_up(self, task: TaskProcess, failure: Failure, why: str) -> None:
+        """Ends the job with a failure, unless other workers can continue without the task."""
+        is_gone = failure.exit_code < 0 or failure.exit_code == process_end.PREEMPTED
+        if is_gone and self._is_alone(task) and self._start.has_other_workers():
             self._output.release(task)
             self._output.say(f"{failure}; the other workers continue")
             return
         self.failure = failure
         remedy = failure.remedy(self._saved)
         if lacks_answer(failure.reason):  # the traceback is that of the debugger
-            remedy = self._stdin.remedy(task.spec)
+            remedy = self._host.stdin.remedy(task.spec)
         else:
             self._output.release(task)
-        why = f"; {why}" if self.restarts.limit else ""
-        self._output.say(f"{failure}{why}; ending all tasks. Full output: {task.log_path}{remedy}")
-        self._end(signal.SIGTERM, min(self._grace_seconds, 2.0))  # after a failure tasks save nothing
+        reason = ""
+        if self._restarts.limit:
+            reason = f"; {why}"
+        self._output.say(f"{failure}{reason}; ending all tasks. Full output: {task.log_path}{remedy}")
+        self._start.end(min(self._options.grace_seconds, _AFTER_FAILURE), signal.SIGTERM)
 
     def _other_size(self, failure: Failure, done: int | None) -> str:
         """Returns the workers with which an elastic job continues after a loss; empty if it does not, or with as many."""
-        if self._sizes and failure.exit_code < 0 and self._sizes.lost(done, self.restarts.is_left):
-            return f"{self._sizes.workers} of {self._sizes.most} workers"
-        if self._rounds and failure.is_of_another and (done or 0) > self._last_break_step:
-            self._last_break_step = done or 0  # without progress since, the next such end counts as a failure
-            return "the hosts that are there,"
+        sizes = self._options.sizes
+        if sizes and failure.exit_code < 0 and sizes.lost(done, self._restarts.is_left):
+            return f"{sizes.workers} of {sizes.most} workers"
         return ""
 
     def _grow(self) -> None:
         """Ends the tasks of an elastic job after a backup, so that they save and start again with more workers."""
-        elastic = self._sizes or self._rounds
-        if not elastic or elastic.is_full or self._signals or self._kill_at < float("inf"):
+        start, sizes = self._start, self._options.sizes
+        if not sizes or sizes.is_full or self.signals or start.kill_at is not None:
             return
-        reports = [steps for spec in self._specs if (steps := progress.read(self._progress, spec.name))]
-        if reports and elastic.should_grow(saved := max(steps.saved for steps in reports)):
-            before = elastic.workers
-            elastic.grow()
-            self.restarts.resized()
-            self._why = "the job grows"
-            size = f"with {elastic.workers} workers instead of {before}" if self._sizes else "on more hosts"
-            self._output.say(f"the backup of step {saved} is complete; starting again {size}")
-            self._restart = self._is_growing = True
-            self._end(signal.SIGTERM, self._grace_seconds)
+        saved = max((steps.saved for steps in start.reports()), default=None)
+        if saved is None or not sizes.should_grow(saved):
+            return
+        before = sizes.workers
+        sizes.grow()
+        self._restarts.resized()
+        size = f"with {sizes.workers} workers instead of {before}"
+        self._output.say(f"the backup of step {saved} is complete; starting again {size}")
+        start.restart = True
+        start.is_growing = True
+        start.end(self._options.grace_seconds, signal.SIGTERM)
 
-    def _from_where(self) -> str:
-        return "the chief's last backup, if there is one" if self._saved is None else f"step {self._saved}"
+    def _note_progress(self, task: TaskProcess) -> int | None:
+        """Notes the step of the last backup; returns a task's step, or None before its training."""
+        reports = self._start.reports()
+        self._saved = self._last_backup(reports)
+        own = progress.read(self._host.folder, task.spec.name)
+        if own.begun:
+            return own.done
+        return max((report.done for report in reports), default=None)  # a server has no steps
 
-    def _steps(self, task: TaskProcess) -> tuple[int | None, int | None]:
-        """Returns a task's step, None before its training, and the step of the last backup, None if unknown."""
-        known = {spec: progress.read(self._progress, spec.name) for spec in self._specs}
-        reports = [steps for steps in known.values() if steps]
-        of_task = known[task.spec] or max(reports, default=None)
-        return of_task and of_task.done, self._last_backup(reports)
-
-    def _last_backup(self, reports: Sequence[progress.Steps]) -> int | None:
-        if self._knows_backups:
+    def _last_backup(self, reports: list[progress.Progress]) -> int | None:
+        if self._start.cluster.chief in self._start.specs:  # only the chief reports backups
             return max((steps.saved for steps in reports), default=self._saved)
-        return 0 if reports and not progress.is_backed_up(self._progress) else None
+        if reports and not progress.is_backed_up(self._host.folder):
+            return 0
+        return None
 
     def _how_to_continue(self, before: str = "") -> str:
         """Returns the advice after a run that received a signal; empty if no task trains."""
-        reports = [steps for spec in self._cluster.tasks() if (steps := progress.read(self._progress, spec.name))]
-        return before + progress.how_to_continue(self._last_backup(reports)) if reports else ""
+        reports = self._start.reports()
+        if not reports:
+            return ""
+        return before + progress.how_to_continue(self._last_backup(reports))
 
-    def _is_server(self, task: TaskSpec) -> bool:
-        """Returns whether a task is a worker or server under a chief, which saves for all tasks."""
-        return bool(self._cluster.jobs.get("ps")) and task != self._cluster.chief
 
-    def _end(self, number: int, grace: float) -> None:
-        """Sends a signal to the running tasks, and schedules SIGKILL after the grace period."""
-        self._later = []
-        self._kill_at = min(self._kill_at, time.monotonic() + grace)
-        for task in self._running:
-            task.signal(number)
+def _warm_spare(options: Options, folder: str, guardian: Guardian) -> WarmSpare:
+    specs = options.here or options.cluster.tasks()
+    # Without restarts, one task starts no sooner.
+    is_useful = options.warm and not options.prefixes and (options.max_restarts > 0 or len(specs) > 1)
+    command = options.command if is_useful else ()
+    return WarmSpare(command, options.task_environ(options.cluster, specs[0], folder), guardian)
+
+
+def _elsewhere(options: Options) -> str:
+    """Returns where the tasks of a cluster of hosts start, and where the progress is printed; an empty text if all start here."""
+    cluster = options.cluster
+    here = options.here or cluster.tasks()
+    on_host = {task: f"{task} on {split_address(cluster.address(task))[0]}" for task in cluster.tasks()}
+    others = [name for task, name in on_host.items() if task not in here]
+    if not others:
+        return ""
+    text = f"starting {list_first(list(map(str, here)), 4)} here; the same command starts {list_first(others, 4)}"
+    if cluster.chief not in here:
+        text += f". The progress is printed by {on_host[cluster.chief]}"
+    return text

@@ -11,12 +11,12 @@ from collections.abc import Collection, Mapping, Sequence
 from rich import console, constrain, live, table, text
 
 from tfdist.cluster import TaskSpec
-from tfdist.runtime import progress
 from tfdist.runtime.log import is_terminal
+from tfdist.runtime.report import progress
 
 _EVERY = 0.25  # seconds between two looks
 _RATE_SECONDS = 10.0  # over which steps per second are measured
-_COLUMNS = ("task", "state", "epoch", "step", "steps/s", "time left")
+_NUMBERS = ("epoch", "step", "steps/s", "time left")  # names of columns
 _ANY_WIDTH = 10_000
 
 
@@ -34,16 +34,19 @@ class Pace:
     """
 
     def __init__(self) -> None:
+        self._begin()
+
+    def _begin(self) -> None:
         self.rate: float | None = None
         self.seconds_left: float | None = None
         self._looks: collections.deque[tuple[float, int]] = collections.deque()
         self._start: tuple[float, int] | None = None  # after the first step, which includes a compilation
 
-    def look(self, now: float, steps: progress.Steps) -> None:
+    def look(self, now: float, steps: progress.Progress) -> None:
         """Records the task's steps at a time."""
         before = self._looks[-1][1] if self._looks else steps.done
         if steps.done < before:  # another training has begun
-            self.__init__()  # type: ignore[misc]
+            self._begin()
         elif steps.done > before and self._start is None:
             self._looks.clear()
             self._start = (now, steps.done)
@@ -52,9 +55,12 @@ class Pace:
             self._looks.popleft()
         if self._start is None:
             return
-        if (since := now - self._looks[0][0]) > 0:
-            self.rate = (steps.done - self._looks[0][1]) / since
-        done, elapsed = steps.done - self._start[1], now - self._start[0]
+        oldest, oldest_step = self._looks[0]
+        if now > oldest:
+            self.rate = (steps.done - oldest_step) / (now - oldest)
+        start, start_step = self._start
+        done = steps.done - start_step
+        elapsed = now - start
         if steps.total and done and elapsed > 0:
             self.seconds_left = max(0, steps.total - steps.done) * elapsed / done
 
@@ -111,11 +117,13 @@ class LiveTable:
             ending: Whether the tasks have been asked to end.
         """
         self._print(lines)
-        if (now := time.monotonic()) < self._due:
+        now = time.monotonic()
+        if now < self._due:
             return self._screen.take()
         self._due = now + _EVERY
-        rows = [self._row(task, now, running, restarting, ending) for task in self._tasks]
-        metrics = [progress.read_metrics(self._folder, task.name) for task in self._tasks]
+        records = {task: progress.read(self._folder, task.name) for task in self._tasks}
+        rows = [self._row(task, record, now, running, restarting, ending) for task, record in records.items()]
+        metrics = [record.metrics for record in records.values()]
         names = sorted(dict.fromkeys(name for values in metrics for name in values), key=lambda name: name != "loss")
         # A terminal echoes ^C after the table. After a full line the echo would start a new line, which would not be erased.
         width = max(1, self._console.width - 4)
@@ -132,8 +140,10 @@ class LiveTable:
         """Returns the table, with a column for each of the metrics `names`."""
         room = max(1, self._console.height // 2 - 2)
         shown = table.Table(box=None, pad_edge=False, padding=(0, 2, 0, 0))
-        for name in (*_COLUMNS, *names):
-            shown.add_column(name, no_wrap=True, justify="left" if name in ("task", "state") else "right")
+        for name in ("task", "state"):
+            shown.add_column(name, no_wrap=True)
+        for name in (*_NUMBERS, *names):
+            shown.add_column(name, no_wrap=True, justify="right")
         for row, values in list(zip(rows, metrics, strict=True))[:room]:
             shown.add_row(*row, *(values.get(name, "") for name in names))
         if len(rows) > room:
@@ -153,49 +163,53 @@ class LiveTable:
     def _row(
         self,
         task: TaskSpec,
+        steps: progress.Progress,
         now: float,
         running: Collection[TaskSpec],
         restarting: Collection[TaskSpec],
         ending: bool,
     ) -> list[str]:
-        steps = progress.read(self._folder, task.name)
         if task not in running:
             state = "restarting" if task in restarting else "ended"
         elif ending:
             state = "ending"
-        elif steps is None:
+        elif not steps.begun:
             state = "serving" if task in self._servers else "starting"
         else:
             state = _state(task, steps)
-        if steps is None:
+        if not steps.begun:
             self._paces[task] = Pace()
             return [str(task), state, "", "", "", ""]
         pace = self._paces[task]
         if state == "training":
             pace.look(now, steps)
-        moves = state == "training" and pace.rate is not None
-        return [
-            str(task),
-            state,
-            _of(steps.epoch, steps.epochs) if steps.epoch else "",
-            _of(steps.done, steps.total),
-            f"{pace.rate:.1f}" if moves else "",
-            _duration(pace.seconds_left) if moves and pace.seconds_left is not None else "",
-        ]
+        rate = ""
+        left = ""
+        if state == "training" and pace.rate is not None:
+            rate = f"{pace.rate:.1f}"
+            left = _duration(pace.seconds_left)
+        epoch = _of(steps.epoch, steps.epochs) if steps.epoch else ""
+        return [str(task), state, epoch, _of(steps.done, steps.total), rate, left]
 
 
-def _state(task: TaskSpec, steps: progress.Steps) -> str:
+def _state(task: TaskSpec, steps: progress.Progress) -> str:
     if task.type == "evaluator":
         return "evaluating"
     if steps.activity:
         return steps.activity
-    return "finishing" if 0 < steps.total <= steps.done else "training"
+    if 0 < steps.total <= steps.done:
+        return "finishing"
+    return "training"
 
 
 def _of(number: int, last: int) -> str:
     return f"{number}/{last}" if last else str(number)
 
 
-def _duration(seconds: float) -> str:
+def _duration(seconds: float | None) -> str:
+    if seconds is None:
+        return ""
     minutes, remainder = divmod(round(seconds), 60)
-    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}" if minutes >= 60 else f"{minutes}:{remainder:02}"
+    if minutes < 60:
+        return f"{minutes}:{remainder:02}"
+    return f"{minutes // 60}:{minutes % 60:02}:{remainder:02}"

@@ -17,7 +17,7 @@ from tfdist.cluster import TaskSpec
 from tfdist.errors import printable
 from tfdist.launch import live_table, process
 from tfdist.launch.process import TaskProcess
-from tfdist.runtime import interrupts
+from tfdist.runtime.end import interrupts
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.tensorflow_log import reports_lost_task
 
@@ -33,11 +33,12 @@ _OWN = b"tfdist: "  # the start of the launcher's own lines
 _INTERRUPTED = (_OWN + interrupts.MESSAGE.encode(), b"Fatal Python error: init_", b"Python runtime state: ")
 _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; beyond that, the tasks' oldest lines are dropped
 # Seconds that `close` waits for the reader: since its last read, in total, and in total after a signal.
-_LAST_WAIT, _LONGEST_LAST_WAIT, _LAST_WAIT_AFTER_SIGNAL = 2.0, 30.0, 0.5
+_LAST_WAIT = 2.0
+_LONGEST_LAST_WAIT = 30.0
+_LAST_WAIT_AFTER_SIGNAL = 0.5
 _TURN = 0.02  # seconds between two looks at the writer
-_DRAIN_SECONDS = (
-    1.0  # limit of the wait for the end of a task's output: processes that the task started may keep the pipe open
-)
+# Limit of the wait for the end of a task's output: processes that the task started may keep the pipe open.
+_DRAIN_SECONDS = 1.0
 _PIECE = 4096  # bytes of one write: a blocking write of more returns only when the reader has taken nearly all of it
 
 
@@ -97,13 +98,15 @@ class LauncherOutput:
         Args:
             signals: Returns the number of signals received. After one signal the wait for the reader is short; another ends it.
         """
-        before, moved = signals(), self._writer.moved_at
+        before = signals()
+        moved = self._writer.moved_at
         longest = _LAST_WAIT_AFTER_SIGNAL if before else _LONGEST_LAST_WAIT
         # Count turns, not time: if this process was stopped or starved, its writer was, too, and the reader is not the cause.
         waited = still = 0.0
         while not self._writer.is_broken and (self._table or self._waiting or not self._writer.is_idle):
             if self._writer.moved_at != moved:
-                moved, still = self._writer.moved_at, 0.0
+                moved = self._writer.moved_at
+                still = 0.0
             if waited >= longest or still >= _LAST_WAIT or signals() > before:
                 break
             if self._writer.is_idle and self._table:
@@ -111,11 +114,13 @@ class LauncherOutput:
                 self._table = None
             self._flush()
             self._writer.wait(_TURN)
-            waited, still = waited + _TURN, still + _TURN
+            waited += _TURN
+            still += _TURN
 
     def drain(self, task: TaskProcess) -> None:
         """Prints the last output of a task that has ended."""
-        deadline, last = time.monotonic() + _DRAIN_SECONDS, False
+        deadline = time.monotonic() + _DRAIN_SECONDS
+        last = False
         while task.open and not last:
             # The task's last output fits in its pipe, so one more read after the deadline gets all of it.
             last = time.monotonic() >= deadline
@@ -130,10 +135,12 @@ class LauncherOutput:
         """Prints a task's new complete lines, and holds back a traceback and reports of a lost task. Arguments as for `TaskProcess.read`."""
         for line in task.read(last):
             if task is self._asking:
-                self._asking, self._is_asked = None, False
+                self._asking = None
+                self._is_asked = False
             # A traceback may stand behind a prompt, if nobody answered it.
             if task.held or line.endswith(_TRACEBACK) or line.startswith(_IGNORED) or reports_lost_task(line):
-                task.held_since = task.held_since if task.held else time.monotonic()
+                if not task.held:
+                    task.held_since = time.monotonic()
                 task.held.append(line)
             elif not self._is_repeated(task, line) and not (self.is_interrupted and line.startswith(_INTERRUPTED)):
                 self._print(task, line)
@@ -145,16 +152,20 @@ class LauncherOutput:
 
     def ask(self, task: TaskProcess) -> None:
         """Shows the line that a task has begun, such as a debugger's prompt, below all lines until the task writes again."""
-        if prompt := task.take_prompt():
+        prompt = task.take_prompt()
+        if prompt:
             self.release(task)
-            self._asking, self._is_asked, self._prompt = task, False, f"[{task.spec}] ".encode() + prompt
+            self._asking = task
+            self._is_asked = False
+            self._prompt = _prefix(task) + prompt
             self._flush()
 
     def count_warnings(self) -> None:
         """Prints the number of repetitions of each warning; the warning itself was printed once."""
         for line, more in self._warnings.values():
+            lines = "line" if more == 1 else "lines"
             if more:
-                self._write(f"tfdist: {more} more line{'s' if more > 1 else ''} like: ".encode() + line)
+                self._write(_OWN + f"{more} more {lines} like: ".encode() + line)
         self._warnings = {}
 
     def _is_repeated(self, task: TaskProcess, line: bytes) -> bool:
@@ -162,14 +173,16 @@ class LauncherOutput:
         warning = self._repeated.pop(task, None)
         if warning and process.is_source_of(warning, line):
             return True
-        if (text := process.warning_text(line)) is None:
+        text = process.warning_text(line)
+        if text is None:
             return False
         if text in self._warnings:
             shown, more = self._warnings[text]
-            self._warnings[text], self._repeated[task] = (shown, more + 1), line
+            self._warnings[text] = (shown, more + 1)
+            self._repeated[task] = line
             return True
         if len(self._warnings) < _REMEMBERED_WARNINGS:
-            self._warnings[text] = (f"[{task.spec}] ".encode() + line, 0)
+            self._warnings[text] = (_prefix(task) + line, 0)
         return False
 
     def release(self, task: TaskProcess) -> None:
@@ -202,7 +215,7 @@ class LauncherOutput:
         self._write(_OWN + printable(message).encode())
 
     def _print(self, task: TaskProcess, line: bytes) -> None:
-        self._write(f"[{task.spec}] ".encode() + line)
+        self._write(_prefix(task) + line)
 
     def _write(self, line: bytes) -> None:
         self._waiting.append(line)
@@ -220,12 +233,15 @@ class LauncherOutput:
         """Writes the waiting lines, unless the table's next refresh writes them or the reader is not ready."""
         if self._table is None and self._writer.is_idle:
             text = b"".join(line + b"\n" for line in self._take_lines())
+            # The prompt stays the last line of the screen: below lines that come later it is written again.
             if self._asking and (text or not self._is_asked):
-                text = b"\n" * self._is_asked + text
+                if self._is_asked:
+                    text = b"\n" + text
                 if self.is_interrupted:
                     self._asking = None
                 else:
-                    text, self._is_asked = text + self._prompt, True
+                    text += self._prompt
+                    self._is_asked = True
             self._writer.write(text)
 
     def _take_lines(self) -> list[bytes]:
@@ -234,9 +250,15 @@ class LauncherOutput:
         if self._left_out:
             message = f"{self._left_out} lines of tasks were dropped here, as the reader was too slow; {self._log_dir} has them"
             lines.insert(0, _OWN + message.encode())
-        self._spared, self._left_out, self._waiting_bytes = [], 0, 0
+        self._spared = []
+        self._left_out = 0
+        self._waiting_bytes = 0
         self._waiting.clear()
         return lines
+
+
+def _prefix(task: TaskProcess) -> bytes:
+    return f"[{task.spec}] ".encode()
 
 
 def _standard_output() -> IO[bytes] | None:

@@ -9,15 +9,17 @@ import os
 import pathlib
 import re
 import signal
+import socket
 import subprocess
+import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import IO, Any, Protocol
+from typing import IO, Any, TypeAlias
 
-import psutil
-
-from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.runtime import progress, stacks, tensorflow_log
+from tfdist.cluster import TaskSpec
+from tfdist.errors import ConfigError, truncate
+from tfdist.runtime.end import process_end
 from tfdist.runtime.files import open_own
+from tfdist.runtime.report import progress, stacks
 from tfdist.runtime.tensorflow_log import CXX_LINE, is_tensorflow_log
 
 _TAIL_LINES = 20
@@ -27,12 +29,14 @@ _CHUNK = 1 << 16  # bytes per read: the size of a pipe
 _EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|BdbQuit)\b")
 # The end of a debugger, or of `input()`, that a person did not answer.
 _NO_ANSWER = re.compile(rb"(?=\S).*\b(BdbQuit\b|EOFError: EOF when reading a line)")
+# How the last line of a script's traceback begins.
+_CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__qualname__}"
 # First lines of messages whose cause is further down, and lines between that do not contain the cause.
 _HEADING = re.compile(rb":$|Exception encountered when calling ")
 _DETAIL = re.compile(
     rb"\s|Arguments received by |Detected at node |<stack traces unavailable>|Node: |\d+ root error|.*:$"
 )
-_REASON_LENGTH = 200
+_END_SECONDS = 1.0  # limit of the wait for the end of the process that has waited for a task
 _STACKS = stacks.HEADING.encode()
 # The lines that faulthandler writes.
 _STACK_LINE = re.compile(rb"(?:Current thread|Thread) 0x[0-9a-f]+|  File \"|  \.\.\.$|  <")
@@ -47,32 +51,50 @@ _ESCAPES = re.compile(
 _PROGRESS_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
 
 
-class Process(Protocol):
-    """The part of `subprocess.Popen` that the launcher uses."""
+class ForkedProcess:
+    """A task that the warm spare has forked, with the part of `subprocess.Popen` that the launcher uses.
 
-    @property
-    def pid(self) -> int:
-        """The process id."""
+    Attributes:
+        pid: The process id.
+        returncode: The exit code, or minus the number of the signal that ended the process; None while it runs.
+    """
 
-    @property
-    def returncode(self) -> Any:
-        """The exit code, or minus the number of the signal that ended the process; None while it runs."""
+    def __init__(self, pid: int, report: socket.socket):
+        self.pid = pid
+        self.returncode: Any = None
+        self._report = report
 
     def poll(self) -> int | None:
         """Returns `returncode`, after a look at the process."""
+        return self._receive(0.0)
 
     def wait(self) -> int | None:
         """Waits for the end of the process, and returns `returncode`."""
+        return self._receive(None)
+
+    def _receive(self, seconds: float | None) -> Any:
+        if self.returncode is None:
+            self._report.settimeout(seconds)
+            try:
+                # Empty if the process that waits for the task has been killed.
+                self.returncode = int(self._report.recv(64) or -signal.SIGKILL)
+            except BlockingIOError:
+                return None
+            # Returns once the process that waited has ended, too, so that no process of the task remains.
+            try:
+                with self._report:
+                    self._report.settimeout(_END_SECONDS)
+                    self._report.recv(1)
+            except TimeoutError:  # it has nothing left to do, but no processor
+                pass
+        return self.returncode
+
+
+Process: TypeAlias = subprocess.Popen[bytes] | ForkedProcess
 
 
 def spawn(command: Sequence[str], environ: Mapping[str, str], output: int, stdin: int = subprocess.DEVNULL) -> Process:
-    """Starts a command as the leader of a new session.
-
-    Args:
-        command: The command.
-        environ: Its environment.
-        output: The descriptor for its standard output and error.
-        stdin: The descriptor of its standard input.
+    """Starts a command as the leader of a new session. `output` is the descriptor for its standard output and error.
 
     Raises:
         OSError: The command cannot be started.
@@ -89,7 +111,6 @@ class TaskProcess:
         command: Sequence[str],
         environ: Mapping[str, str],
         log_path: pathlib.Path,
-        append: bool,
         start: Callable[[Sequence[str], Mapping[str, str], int, int], Process] = spawn,
         stdin: int = subprocess.DEVNULL,
     ):
@@ -99,8 +120,8 @@ class TaskProcess:
         self.log: IO[bytes] | None = None
         self.log_fault: OSError | None = None
         try:
-            how = os.O_WRONLY | (os.O_APPEND if append else os.O_TRUNC)
-            self.log = os.fdopen(open_own(log_path, how), "ab", buffering=0)
+            # An earlier start of this job may have written to it; logs of an earlier job have been set aside.
+            self.log = os.fdopen(open_own(log_path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0)
         except OSError as e:
             self.log_fault = e
         pipe, output = os.pipe()
@@ -138,13 +159,16 @@ class TaskProcess:
                 return []
             chunk = b""
         except OSError:
-            chunk, self.open = b"", False
+            chunk = b""
+            self.open = False
         else:
             self.open = chunk != b""
         self._write_log(chunk)
         *lines, self.partial = (self.partial + chunk).split(b"\n")
+        # A long line is cut, so that a task that never ends its line does not fill the launcher's memory.
         if last or not self.open or len(self.partial) > _LONGEST_LINE:
-            lines, self.partial = [*lines, self.partial], b""
+            lines.append(self.partial)
+            self.partial = b""
         shown = []
         for line in filter(bytes.strip, map(to_plain, lines)):
             self._in_tensorflow_log = is_tensorflow_log(line, self._in_tensorflow_log)
@@ -156,7 +180,8 @@ class TaskProcess:
 
     def take_prompt(self) -> bytes:
         """Returns the line that the task has begun, if any; its remainder will be a line of its own."""
-        if prompt := to_plain(self.partial):
+        prompt = to_plain(self.partial)
+        if prompt:
             self.partial = b""
         return prompt
 
@@ -168,23 +193,30 @@ class TaskProcess:
             while chunk:
                 chunk = chunk[self.log.write(chunk) :]
         except OSError as e:
-            with contextlib.suppress(OSError):
+            self.log_fault = e
+            try:
                 self.log.close()
-            self.log, self.log_fault = None, e
+            except OSError:  # the disk's error again, on a network file system
+                pass
+            self.log = None
 
     @property
     def loss(self) -> progress.Loss | None:
         """The loss of another task that this task has reported, because of which it fails; None without a report."""
         code = self.process.returncode
-        may_be_cause = code is None or code > 0
-        return progress.read_loss(self._folder, self.spec.name) if self._folder and may_be_cause else None
+        # A task that was killed, or has succeeded, did not end because of its report.
+        if not self._folder or (code is not None and code <= 0):
+            return None
+        return progress.read(self._folder, self.spec.name).lost
 
-    def failures_by_cause(self) -> tuple[bool, bool, float]:
+    def failures_by_cause(self) -> tuple[bool, bool, bool, float]:
         """Returns a key that sorts ended tasks, the likely cause of the other failures first.
 
-        Killed tasks come first, then tasks by the time of their traceback. Tasks that report another task's end come last.
+        Killed tasks come first, then errors of the configuration, then tasks by the time of their traceback. Tasks that report another
+        task's end come last.
         """
-        return (self.process.returncode >= 0, self.loss is not None, self.held_since or float("inf"))
+        code = self.process.returncode
+        return (code >= 0, self.loss is not None, code != process_end.FAULTY_CONFIG, self.held_since or float("inf"))
 
     def signal(self, number: int) -> bool:
         """Sends a signal to the task and all processes that it has started; returns whether any of them existed."""
@@ -204,29 +236,19 @@ class TaskProcess:
             self.log.close()
 
 
-def task_environ(
-    environ: Mapping[str, str], cluster: ClusterSpec, task: TaskSpec, folder: str, log_dir: str | os.PathLike[str]
-) -> dict[str, str]:
-    """Returns the environment of a task.
-
-    Args:
-        environ: The environment that the task inherits.
-        cluster: The cluster.
-        task: The task.
-        folder: The folder in which the task writes its progress.
-        log_dir: The folder of the tasks' logs, in which it writes its stacks and collectives.
-    """
-    variables = {tensorflow_log.LEVEL: tensorflow_log.ERRORS_ONLY, **environ}
-    variables |= {"TF_CONFIG": cluster.to_tf_config(task), "PYTHONUNBUFFERED": "1", progress.FOLDER: folder}
-    variables[stacks.FOLDER] = os.path.abspath(log_dir)
-    variables[progress.LAUNCHED] = str(psutil.Process().create_time())
-    # The cluster's tasks reserve all memory of the GPUs, so the evaluator gets none.
-    return variables if task.type != "evaluator" else {**variables, "CUDA_VISIBLE_DEVICES": ""}
+def last_backup(saved: int | None) -> str:
+    """Returns the name of the step of the last backup; None if only another host's launcher knows it."""
+    return "the chief's last backup, if there is one" if saved is None else f"step {saved}"
 
 
 def lacks_answer(reason: str) -> bool:
     """Returns whether a task failed because a debugger, or `input()`, got no answer, or its user ended the debugger."""
     return bool(_NO_ANSWER.match(reason.encode()))
+
+
+def is_config_error(exit_code: int, reason: str) -> bool:
+    """Returns whether a task has found an error of the configuration. `reason` is the last line of its traceback."""
+    return exit_code == process_end.FAULTY_CONFIG or (exit_code == 1 and reason.startswith(_CONFIG_ERROR))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -246,6 +268,11 @@ class Failure:
     loss: progress.Loss | None = None
 
     @property
+    def is_config_error(self) -> bool:
+        """Whether the task has found an error of the configuration."""
+        return is_config_error(self.exit_code, self.reason)
+
+    @property
     def lost(self) -> str:
         """The task that was lost: the one that failed, or the one that it had lost."""
         return self.loss.task if self.loss else str(self.task)
@@ -257,20 +284,20 @@ class Failure:
             return str(self.loss)
         if self.exit_code < 0:
             return f"killed by {signal_name(-self.exit_code)}"
-        if not self.exit_code:
-            return "exit code 0 before the training has finished" + (f" ({self.reason})" if self.reason else "")
-        return f"exit code {self.exit_code}" + (f": {self.reason}" if self.reason else "")
+        if self.exit_code:
+            error = f": {self.reason}" if self.reason else ""
+            return f"exit code {self.exit_code}" + error
+        reached = f" ({self.reason})" if self.reason else ""
+        return "exit code 0 before the training has finished" + reached
 
     @property
     def status(self) -> int:
         """The exit code that a shell would show."""
-        # Exit code 0 before the end of the training is a failure, too.
-        return self.exit_code if self.exit_code > 0 else 128 - self.exit_code if self.exit_code else 1
-
-    @property
-    def is_of_another(self) -> bool:
-        """Whether the task ended because it had lost another task."""
-        return self.loss is not None
+        if self.exit_code < 0:
+            return 128 - self.exit_code
+        if self.is_config_error:
+            return process_end.FAULTY_CONFIG
+        return self.exit_code or 1  # exit code 0 before the end of the training is a failure, too
 
     def remedy(self, saved: int | None) -> str:
         """Returns how to continue after a process was killed, lost or left its `fit`, or an empty text; `saved` is the last backup's step."""
@@ -281,8 +308,9 @@ class Failure:
             )
         if self.exit_code >= 0 and (self.loss is None or self.loss.remedy):
             return ""
-        again = "No backup was made" if saved == 0 else "Run the command again to continue from "
-        again += "" if saved == 0 else "the chief's last backup, if there is one" if saved is None else f"step {saved}"
+        again = f"Run the command again to continue from {last_backup(saved)}"
+        if saved == 0:
+            again = "No backup was made"
         return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
 
     def __str__(self) -> str:
@@ -299,22 +327,22 @@ def last_error_line(lines: Sequence[bytes]) -> str:
     A message of several lines is represented by its first line, or by the next one with content if the first is only a heading.
     Keras raises another exception if a debugger in a layer gets no answer; then the message is that of the debugger.
     """
-    if unanswered := [line for line in lines if _NO_ANSWER.match(line)]:
+    unanswered = list(filter(_NO_ANSWER.match, lines))
+    if unanswered:
         return _shorten(unanswered[-1])
     line_numbers = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
     if not line_numbers:
-        return _shorten(next((line for line in reversed(lines) if _COMPLAINT.match(line)), b""))
+        return _shorten(next(filter(_COMPLAINT.match, reversed(lines)), b""))
     first, *others = lines[line_numbers[-1] :]
-    if not _HEADING.search(first.strip()):
-        return _shorten(first)
-    content = next((line for line in others if not _DETAIL.match(line)), b"")
-    kind = first.partition(b": ")[0]
-    return _shorten(kind + b": " + content.strip() if content else first)
+    if _HEADING.search(first.strip()):
+        content = next((line for line in others if not _DETAIL.match(line)), b"")
+        if content:
+            first = first.partition(b": ")[0] + b": " + content.strip()
+    return _shorten(first)
 
 
 def _shorten(line: bytes) -> str:
-    text = line.decode(errors="replace").strip().rstrip(".:;, ")
-    return text if len(text) <= _REASON_LENGTH else text[: _REASON_LENGTH - 3] + "..."
+    return truncate(line.decode(errors="replace").strip().rstrip(".:;, "))
 
 
 def signal_name(number: int) -> str:
@@ -327,9 +355,12 @@ def signal_name(number: int) -> str:
 
 def to_plain(line: bytes) -> bytes:
     """Returns a line as a terminal finally shows it, without escape codes; empty for a progress bar that is not complete."""
+    # Each part overwrites the one before.
     line = next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")
     bar = _PROGRESS_BAR.match(line)
-    return b"" if bar and bar[1] != bar[2] else _ESCAPES.sub(b"", line)
+    if bar and bar[1] != bar[2]:
+        return b""
+    return _ESCAPES.sub(b"", line)
 
 
 def warning_text(line: bytes) -> bytes | None:
@@ -337,13 +368,17 @@ def warning_text(line: bytes) -> bytes | None:
 
     Warnings are Python's, those that `logging` and absl print in their default forms, and those of TensorFlow's C++ log.
     """
-    if match := CXX_LINE.match(line):
-        if (match["absl"] or match["tsl"]) != b"W":
+    cxx = CXX_LINE.match(line)
+    if cxx:
+        if b"W" not in (cxx["absl"], cxx["tsl"]):
             return None
-        return match["place"] + re.sub(rb"\d+", b"0", match["text"])  # addresses, sizes
-    if match := _LOGGED_WARNING.match(line):
-        return match["text"] or line
-    return line if _PYTHON_WARNING.match(line) else None
+        return cxx["place"] + re.sub(rb"\d+", b"0", cxx["text"])  # addresses, sizes
+    logged = _LOGGED_WARNING.match(line)
+    if logged:
+        return logged["text"] or line
+    if _PYTHON_WARNING.match(line):
+        return line
+    return None
 
 
 def is_source_of(warning: bytes, line: bytes) -> bool:
@@ -358,21 +393,24 @@ def is_source_of(warning: bytes, line: bytes) -> bool:
 def set_logs_aside(folder: pathlib.Path, tasks: Sequence[TaskSpec] | None = None) -> None:
     """Moves the logs of an earlier run to the folder `before` in their folder.
 
-    Args:
-        folder: The folder.
-        tasks: The tasks whose logs move; None means all. Logs of other tasks may belong to other hosts.
+    Only those of `tasks`, unless it is None: logs of other tasks may belong to other hosts.
     """
-    names = None if tasks is None else {task.name for task in tasks}
-    for log in [*folder.glob("*")]:
-        if log.suffix not in _LOGS or (names is not None and log.stem not in names):
-            continue
-        (folder / "before").mkdir(exist_ok=True)
-        log.replace(folder / "before" / log.name)
+    for log in list(folder.glob("*")):
+        is_own = tasks is None or log.stem in [task.name for task in tasks]
+        if is_own and log.suffix in _LOGS:
+            (folder / "before").mkdir(exist_ok=True)
+            log.replace(folder / "before" / log.name)
 
 
 @contextlib.contextmanager
 def handling_signals(on_signal: Callable[[int], object]) -> Iterator[None]:
-    """Calls a function with the number of each SIGINT, SIGTERM and SIGHUP in the block. Ignored signals stay ignored, as under nohup."""
+    """Calls a function with the number of each SIGINT, SIGTERM and SIGHUP in the block. Ignored signals stay ignored, as under nohup.
+
+    In another thread than the main one it does nothing: Python has no handlers there.
+    """
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP) if signal.getsignal(n) != signal.SIG_IGN]
     before = {n: signal.signal(n, lambda number, frame: on_signal(number)) for n in numbers}
     try:

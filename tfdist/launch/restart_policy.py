@@ -5,14 +5,12 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tfdist.errors import ConfigError
-from tfdist.launch.process import lacks_answer
-from tfdist.runtime import process_end
+from tfdist.errors import AuditError
+from tfdist.launch.process import is_config_error, lacks_answer
 
 _SAME_STEP = 3  # failures at one step, after which the step itself must be the cause
-_CONFIG_ERROR = (
-    f"{ConfigError.__module__}.{ConfigError.__qualname__}"  # how the last line of a script's traceback begins
-)
+# How the last line of the traceback of a script begins.
+_AUDIT_ERROR = f"{AuditError.__module__}.{AuditError.__qualname__}"
 _LONGEST_DELAY = 30.0  # seconds
 
 
@@ -26,12 +24,17 @@ def why_final(exit_code: int, has_refusal: bool, saved: int = 0, reason: str = "
         reason: The last line of the task's traceback.
     """
     if has_refusal:
-        last = f"; the last backup was that of step {saved}" if saved else ""
-        return f"no restart, because it would reject the backups again{last}"
+        why = "no restart, because it would reject the backups again"
+        if saved:
+            why += f"; the last backup was that of step {saved}"
+        return why
     if lacks_answer(reason):
         return "it would ask for input again"
-    is_faulty = exit_code == process_end.FAULTY_CONFIG or reason.startswith(_CONFIG_ERROR)
-    return "an invalid command line or configuration would fail again" if is_faulty else ""
+    if is_config_error(exit_code, reason):
+        return "an invalid command line or configuration would fail again"
+    if reason.startswith(_AUDIT_ERROR):
+        return "a host that computes wrong would do so again"
+    return ""
 
 
 class RestartPolicy:
@@ -68,19 +71,25 @@ class RestartPolicy:
         Returns:
             An empty text if the run should be restarted, else the reason against a restart.
         """
-        now, before = self._clock(), self._step
+        now = self._clock()
+        before = self._step
         progressed = step is not None and (before is None or step > before)
         if progressed and now - self._last >= self._refill_seconds:
             self.spent = 0
         self._last = now
+        # A failure before the first step tells nothing about the step of the one before.
         if step is not None:
-            self._same = self._same + 1 if step == before else 1
+            if step != before:
+                self._same = 0
+            self._same += 1
             self._step = step
         self._stuck = 0 if progressed else self._stuck + 1
-        if step is not None and self._same == _SAME_STEP and self.limit:
+        if not self.limit:
+            return "no restarts are allowed"
+        if step is not None and self._same == _SAME_STEP:
             return f"it has failed {_SAME_STEP} times at step {step}"
         if self.spent == self.limit:
-            return f"all {self.limit} restarts are spent" if self.limit else "no restarts are allowed"
+            return f"all {self.limit} restarts are spent"
         self.spent += 1
         self.total += 1
         return ""
@@ -98,4 +107,6 @@ class RestartPolicy:
     @property
     def delay(self) -> float:
         """Seconds to wait before the next start: none after progress, then 1, 2, 4, ..., at most 30."""
-        return min(2.0 ** (self._stuck - 1), _LONGEST_DELAY) if self._stuck else 0.0
+        if not self._stuck:
+            return 0.0
+        return min(2.0 ** (self._stuck - 1), _LONGEST_DELAY)

@@ -22,8 +22,10 @@ class Sizes:
 
     Attributes:
         workers: The number of workers now.
+        fewest: The smallest number of workers.
         most: The largest number of workers.
         replicas: The number of replicas.
+        available: Returns the number of workers that have a place now. By default all of them have.
     """
 
     def __init__(
@@ -36,7 +38,9 @@ class Sizes:
     ):
         self.replicas = replicas or most
         self._sizes = [number for number in range(fewest, most + 1) if self.replicas % number == 0]
+        self.fewest = self._sizes[0]
         self.workers = self.most = self._sizes[-1]
+        self.available: Callable[[], int] = lambda: self.most
         self._join_seconds = join_seconds
         self._clock = clock
         self._step: int | None = None  # of the last loss
@@ -53,7 +57,8 @@ class Sizes:
 
     def started(self) -> None:
         """Notes a start of the tasks, with `workers` workers."""
-        self._saved, self._backups = None, 0
+        self._saved = None
+        self._backups = 0
 
     def lost(self, step: int | None, may_restart: bool) -> bool:
         """Notes the loss of a worker. Returns whether the job continues with fewer workers; `workers` is then their number.
@@ -66,10 +71,16 @@ class Sizes:
         progressed = step is not None and (self._step is None or step > self._step)
         if progressed or self._step is None:
             self._since = now
-        if self._has_grown:
-            self._patience = 1 if progressed else 2 * self._patience
+        # A worker that is lost again right after the job has grown is likely to be lost the next time, too.
+        if self._has_grown and progressed:
+            self._patience = 1
+        elif self._has_grown:
+            self._patience *= 2
         self._has_grown = False
-        self._step = step if step is not None else self._step or 0
+        if step is not None:
+            self._step = step
+        elif self._step is None:
+            self._step = 0
         smaller = [size for size in self._sizes if size < self.workers]
         if not smaller or (may_restart and now - self._since < self._join_seconds):
             return False
@@ -77,12 +88,20 @@ class Sizes:
         return True
 
     def should_grow(self, saved: int) -> bool:
-        """Notes the step of the last backup, and returns whether the job should start again with all workers."""
+        """Notes the step of the last backup, and returns whether the job should start again with more workers."""
         if self._saved is not None and saved > self._saved:
             self._backups += 1
         self._saved = saved
-        return not self.is_full and self._backups >= self._patience
+        return not self.is_full and self._backups >= self._patience and self._largest(self.available()) > self.workers
 
     def grow(self) -> None:
-        """Sets `workers` to the largest number."""
-        self.workers, self._has_grown = self.most, True
+        """Sets `workers` to the largest number that has a place."""
+        self.workers = self._largest(self.available())
+        self._has_grown = True
+
+    def fit(self, available: int) -> None:
+        """Lowers `workers` to a number that is available, or to the smallest number."""
+        self.workers = min(self.workers, self._largest(available))
+
+    def _largest(self, available: int) -> int:
+        return max((size for size in self._sizes if size <= available), default=self.fewest)

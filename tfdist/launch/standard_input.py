@@ -24,7 +24,10 @@ class StandardInput:
 
     def __init__(self, task: TaskSpec | None = None):
         self._task = task
-        self._pipe, self._writer = os.pipe() if task else (-1, -1)
+        self._pipe = -1
+        self._writer = -1
+        if task:
+            self._pipe, self._writer = os.pipe()
         self._source = -1 if sys.stdin is None else 0  # it is None if it was closed before the start
 
     @property
@@ -41,7 +44,7 @@ class StandardInput:
         return task == self._task and os.isatty(self._source)
 
     def remedy(self, task: TaskSpec) -> str:
-        """Returns what to do after a task got no answer; empty for the task that reads."""
+        """Returns the remedy after a task got no answer; empty for the task that reads."""
         if task == self._task:
             return ""
         return f'. Tasks have no terminal: run python script.py, or Trainer("mirrored", devices=2), or tfdist launch --stdin={task} ...'
@@ -57,7 +60,7 @@ class StandardInput:
                 chunk = b""
             if chunk:
                 os.write(self._writer, chunk)
-            else:
+            else:  # the task reads the end of its input, too
                 os.close(self._writer)
                 self._writer = -1
 

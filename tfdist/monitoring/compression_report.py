@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from typing import Any
 
 import keras
 
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.compression.base import NONE, Compressor
+from tfdist.compression.candidates import UNDECIDED, short_name
+from tfdist.gradients import local_steps
 from tfdist.gradients.optimizer import get_reduction
+from tfdist.gradients.reduction import Reduction
+from tfdist.strategy import as_ours
 
 NO_GAIN_WARNING = (
     "compression did not make steps faster here: the sum of the gradients takes {compressed:.1f} ms with compression, "
@@ -21,27 +26,35 @@ def exchange_ms(model: keras.Model) -> dict[str, float] | None:
 
     The measurement sums tensors of the gradients' sizes now, which is a collective: all ranks must call it.
     """
-    reductions = [each for optimizer in optimizer_search.optimizers(model) if (each := get_reduction(optimizer))]
-    if not reductions:
+    reductions = _reductions(model)
+    if not reductions or _chose_none(reductions[0]):
         return None
     compressed, plain = zip(*(reduction.seconds() for reduction in reductions), strict=True)
     return {"compressed": round(sum(compressed) * 1000, 3), "plain": round(sum(plain) * 1000, 3)}
 
 
 def faults(model: keras.Model) -> Iterator[str]:
-    """Yields warnings about compressors that have not started yet, and about skipped updates."""
+    """Yields warnings about compressors that have not started yet or save no time, and about skipped updates."""
+    ours = as_ours(model.distribute_strategy)
+    is_one_host = ours is not None and ours.transport == "shared_memory"
     for optimizer in optimizer_search.optimizers(model):
-        if not (reduction := get_reduction(optimizer)):
+        reduction = get_reduction(optimizer)
+        if not reduction:
             continue
-        compressor, updates, left_out = (
-            reduction.compressor,
-            int(optimizer.iterations.numpy()),
-            int(reduction.left_out.numpy()),
-        )
+        compressor = reduction.compressor
+        local = local_steps.of_optimizer(optimizer)
+        counter = local.exchanges if local else optimizer.iterations
+        updates = int(counter.numpy())
+        left_out = int(reduction.left_out.numpy())
         if updates <= compressor.start_step > 0:
             yield (
                 f"nothing was compressed: {compressor.description} starts after {compressor.start_step} updates, but this "
                 f"training has made {updates}; lower start_powerSGD_iter or warmup_steps"
+            )
+        if is_one_host and not _chose_none(reduction):
+            yield (
+                f"{compressor.description} saves no time among workers of one host, where sums of float32 are faster: remove the "
+                "compression, or use it between hosts and measure its gain by trainer.compression_report(model)"
             )
         # Skipping updates is intended there.
         if left_out and not isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
@@ -51,26 +64,52 @@ def faults(model: keras.Model) -> Iterator[str]:
             )
 
 
+def compressor_in_use(model: keras.Model, configured: Compressor | None) -> Compressor | None:
+    """Returns the compressor of a model's gradients: the chosen one of several, or the configured one before the model is built."""
+    reductions = _reductions(model)
+    return reductions[0].compressor if reductions else configured
+
+
+def choice(model: keras.Model) -> dict[str, Any]:
+    """Returns the chosen compressor, None if that is open, and the measures of the guard's last check; each only if there is one."""
+    found: dict[str, Any] = {}
+    for reduction in _reductions(model)[:1]:  # the Trainer gives all optimizers the same compressor
+        if reduction.selection is not None:
+            is_open = reduction.stored_selection[0] == UNDECIDED
+            found["chosen"] = None if is_open else short_name(reduction.compressor)
+        if reduction.fidelity is not None:
+            found["fidelity"] = reduction.measures._asdict() if reduction.measures.step else None
+    return found
+
+
+def _reductions(model: keras.Model) -> list[Reduction]:
+    return list(filter(None, map(get_reduction, optimizer_search.optimizers(model))))
+
+
+def _chose_none(reduction: Reduction) -> bool:
+    """Returns whether several candidates are open, or none of them compresses: there is nothing to advise against."""
+    return reduction.selection is not None and reduction.compressor == NONE
+
+
 def planned_bytes(model: keras.Model, compression: Compressor | None, replicas: int) -> int | None:
     """Returns the bytes that each rank sends for the gradients of a step; None if they depend on the batch.
 
-    With accumulated gradients, an update's bytes are divided by its number of steps.
-
-    Args:
-        model: The model. With an embedding the result is None: its gradient has a row for each word of the batch.
-        compression: The compressor, or None.
-        replicas: The number of ranks.
+    With accumulated gradients, an update's bytes are divided by its number of steps; with `sync_every` an exchange's by its number of updates.
     """
     variables = model.trainable_variables
-    if any(variable.dtype != "float32" for variable in variables) or any(
-        map(_is_sparse, keras_internals.layers(model))
-    ):
+    if any(variable.dtype != "float32" for variable in variables):
+        return None
+    # The gradient of an embedding has a row for each word of the batch.
+    if any(isinstance(layer, keras.layers.Embedding) for layer in keras_internals.layers(model)):
         return None
     shapes = {variable.path: tuple(variable.shape) for variable in variables}
     optimizer = getattr(model, "optimizer", None)
     steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1
-    return round((compression or NONE).bytes_per_step(shapes, replicas) / steps)
-
-
-def _is_sparse(layer: keras.layers.Layer) -> bool:
-    return isinstance(layer, keras.layers.Embedding)
+    sent: float = (compression or NONE).bytes_per_step(shapes, replicas)
+    strategy = as_ours(model.distribute_strategy)
+    if strategy and strategy.sync_every:
+        _, steps_alone = strategy.sync_every[-1]
+        steps *= steps_alone
+    if strategy and strategy.weights_dtype != "float32":
+        sent -= NONE.bytes_per_step(shapes, replicas) / 4  # half of the second half of a sum, the all-gather of weights
+    return round(sent / steps)

@@ -15,10 +15,8 @@ BY_ITERATIONS = "evaluation_{name}_vs_iterations"  # Keras' tag for an evaluatio
 _OURS = ".tfdist"  # suffix of the files that tfdist writes; other files in the folder are not changed
 _FLUSH_SECONDS = 10.0
 # TensorBoard's plugins for scalars and histograms, and their class of data.
-_SCALAR, _HISTOGRAM = (
-    tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": name}, data_class=data_class)
-    for name, data_class in (("scalars", 1), ("histograms", 2))
-)
+_SCALAR = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "scalars"}, data_class=1)
+_HISTOGRAM = tf.compat.v1.SummaryMetadata(plugin_data={"plugin_name": "histograms"}, data_class=2)
 _FLOAT = tf.float32.as_datatype_enum
 _numbers = itertools.count()
 # The description of a curve in TensorBoard, with its unit, by the tag or by its prefix, which ends with "/".
@@ -32,6 +30,8 @@ _DESCRIPTIONS = {
     "comm/gradient_bytes_per_step": "Predicted bytes per step of the gradients that this rank sends, over the network or through shared memory.",
     "comm/compression_ratio": "Bytes of the gradients divided by the bytes that the compressor sends.",
     "comm/residual_norm": "L2 norm of the residuals of compression (error feedback), in units of the gradient.",
+    "comm/relative_error": "Relative error of the compressed sum of one bucket of gradients at the guard's last check.",
+    "comm/cosine": "Cosine between the compressed and the exact sum of one bucket of gradients at the guard's last check.",
     "ps/steps_in_flight": "Mean number of steps that are scheduled and not completed.",
     "ps/staleness": "Mean number of other steps that ended during a step.",
     "cluster/workers": "Number of workers that train together.",
@@ -57,10 +57,7 @@ class Run:
     """Writer of summaries to one folder; no other object may write there. The first summary creates the file.
 
     A file may be truncated, and another one started, while TensorBoard reads: TensorBoard reads files that it has not read yet, and
-    a step that is written again replaces the curves from that step on.
-
-    Args:
-        folder: A local folder.
+    a step that is written again replaces the curves from that step on. The folder must be local.
     """
 
     def __init__(self, folder: str):
@@ -88,10 +85,7 @@ class Run:
     def write(self, values: Mapping[str, float | np.ndarray], step: int, at: float | None = None) -> None:
         """Writes a value for each tag: a number, or a histogram `[buckets, 3]` of left and right edges and counts.
 
-        Args:
-            values: The values by tag.
-            step: The step.
-            at: The time, in seconds since the epoch; None means now.
+        `at` is the time in seconds since the epoch; None means now.
 
         Raises:
             tf.errors.OpError: The file cannot be written.
@@ -134,8 +128,9 @@ class Run:
 
     def close(self) -> None:
         """Closes the file; later values go to a new file."""
-        writer, self._writer = self._writer, None
         self._described.clear()
+        writer = self._writer
+        self._writer = None  # also if closing fails
         if writer:
             writer.close()
 
@@ -166,7 +161,9 @@ class Run:
             tf.io.gfile.rename(self._path(name), self._path(name.replace(".tfevents.", ".before.")), overwrite=True)
 
     def _names(self) -> list[str]:
-        names = tf.io.gfile.listdir(self._folder) if tf.io.gfile.isdir(self._folder) else []
+        if not tf.io.gfile.isdir(self._folder):
+            return []
+        names = tf.io.gfile.listdir(self._folder)
         return sorted(name for name in names if ".tfevents." in name and name.endswith(_OURS))
 
     def _path(self, name: str) -> str:

@@ -9,7 +9,7 @@ from typing import Any
 import keras
 
 from tfdist.aliases import Logs
-from tfdist.runtime import goodput, progress
+from tfdist.runtime.report import goodput, progress
 
 
 class Goodput(keras.callbacks.Callback):
@@ -40,8 +40,9 @@ class Goodput(keras.callbacks.Callback):
 
     def __init__(self, path: str | os.PathLike[str] | None = None):
         super().__init__()
-        self._path, self._record = path, path
-        launched = progress.launched() if not progress.restarts() else 0.0
+        self._path = path  # until the count of the file has been continued
+        self._record = path
+        launched = None if progress.restarts() else progress.launched()
         self._ledger = goodput.Ledger(launched or None)
         self._before = goodput.read(path) if path is not None else None
         self._saved_steps: float | None = None  # seconds of steps that the restored backup holds
@@ -65,10 +66,13 @@ class Goodput(keras.callbacks.Callback):
         """Continues the previous process's count at the first epoch, if this process continues its training."""
         if self._path is None:
             return
-        path, self._path = self._path, None
-        before, restarted = self._before, progress.restarts() > 0
+        path = self._path
+        self._path = None  # from now on the ledger counts
+        before = self._before
+        restarted = progress.restarts() > 0
         if restarted and (before is None or before.until < progress.launched()):  # no process has written a record yet
             before = goodput.Record(progress.launched(), dict.fromkeys(goodput.PARTS, 0.0))
+        # If the user has run the command again, only a restored backup continues a run.
         if before is not None and (restarted or self._saved_steps is not None):
             self._ledger.continue_from(before, self._saved_steps or 0.0, gap=restarted)
         self._ledger.keep(path)

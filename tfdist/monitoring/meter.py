@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import abc
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import keras
@@ -12,15 +12,14 @@ import psutil
 import tensorflow as tf
 
 from tfdist.compat import keras_internals, optimizer_search, tf_internals
+from tfdist.compression.base import Compressor
 from tfdist.gradients.optimizer import get_compressor, get_reduction, skipped_updates
 from tfdist.gradients.reduction import Reduction
 from tfdist.monitoring import compression_report
 from tfdist.monitoring.network import WireBytes
 from tfdist.monitoring.throughput import count_workers
-from tfdist.runtime import goodput, progress
+from tfdist.runtime.report import goodput, progress
 from tfdist.strategy import as_ours
-
-_RESIDUAL = "residual"  # the state of `ErrorFeedback`
 
 
 class Meter(abc.ABC):
@@ -30,13 +29,9 @@ class Meter(abc.ABC):
     is_chief: bool
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
-        """Starts the measurement of a model, before its first step is traced.
-
-        Args:
-            model: The model.
-            is_chief: Whether this task is the chief.
-        """
-        self.model, self.is_chief = model, is_chief
+        """Starts the measurement of a model, before its first step is traced."""
+        self.model = model
+        self.is_chief = is_chief
 
     def on_epoch_begin(self) -> None:  # noqa: B027 (not all meters need it)
         """Called at the begin of each epoch."""
@@ -58,9 +53,10 @@ class SystemMeter(Meter):
         self._last = self._times()
 
     def read(self) -> dict[str, float | None]:
-        now, last = self._times(), self._last
-        self._last = now
-        percent = 100 * (now[0] - last[0]) / (now[1] - last[1])
+        cpu, wall = self._times()
+        last_cpu, last_wall = self._last
+        self._last = cpu, wall
+        percent = 100 * (cpu - last_cpu) / (wall - last_wall)
         return {"system/rss_bytes": self._process.memory_info().rss, "system/cpu_percent": percent}
 
     @staticmethod
@@ -81,7 +77,8 @@ class FaultMeter(Meter):
     def on_step(self, step: int) -> None:
         # Only after a step: of two trainings in one program, the first may already be complete and run no steps.
         if self.is_chief and not self._is_settled:
-            self._is_settled, self._lost = True, progress.settle_lost_steps()
+            self._is_settled = True
+            self._lost = progress.settle_lost_steps()
 
     def read(self) -> dict[str, float | None]:
         restarts = progress.restarts() if progress.is_supervised() else None
@@ -92,7 +89,9 @@ class SizeMeter(Meter):
     """Meter of the number of workers, which may differ between the processes of a run; on the chief."""
 
     def read(self) -> dict[str, float | None]:
-        return {"cluster/workers": count_workers(self.model.distribute_strategy)} if self.is_chief else {}
+        if not self.is_chief:
+            return {}
+        return {"cluster/workers": count_workers(self.model.distribute_strategy)}
 
 
 class GoodputMeter(Meter):
@@ -114,7 +113,7 @@ class WireMeter(Meter):
         super().begin(model, is_chief)
         ours = as_ours(model.distribute_strategy)
         self._wire = WireBytes(*ours.cluster_task) if ours and ours.cluster_task else None
-        self._planned: dict[bool, int | None] = {}  # by whether the step is compressed
+        self._planned: dict[Compressor | None, int | None] = {}  # by the compressor of the step
 
     def on_epoch_begin(self) -> None:
         if self._wire:
@@ -132,18 +131,17 @@ class WireMeter(Meter):
     def _gradient_bytes(self) -> int | None:
         """Returns the planned bytes of the gradients, which may travel through shared memory."""
         optimizer: Any = getattr(self.model, "optimizer", None)
-        compressor = get_compressor(optimizer) if optimizer else None
+        compressor = compression_report.compressor_in_use(self.model, get_compressor(optimizer)) if optimizer else None
         if compressor and int(optimizer.iterations.numpy()) <= compressor.start_step:
             compressor = None
-        compresses = compressor is not None
-        if compresses not in self._planned:
+        if compressor not in self._planned:
             replicas = tf_internals.num_replicas(self.model.distribute_strategy)
-            self._planned[compresses] = compression_report.planned_bytes(self.model, compressor, replicas)
-        return self._planned[compresses]
+            self._planned[compressor] = compression_report.planned_bytes(self.model, compressor, replicas)
+        return self._planned[compressor]
 
 
 class CompressionMeter(Meter):
-    """Meter of the gradients' compression ratio, and of the residual's norm.
+    """Meter of the gradients' compression ratio, of the residual's norm, and of the guard's last check.
 
     The norm is over the residuals of all replicas of this process. Without a compressor there are no values.
     """
@@ -151,36 +149,41 @@ class CompressionMeter(Meter):
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
         self._optimizers: list[keras.optimizers.Optimizer] | None = None
-        self._planned: float | None = None
-        self._is_planned = False
+        self._ratios: dict[Compressor, float | None] = {}
 
     def read(self) -> dict[str, float | None]:
         if self._optimizers is None:  # search once, because it takes a millisecond or more
             self._optimizers = optimizer_search.optimizers(self.model)
-        reducing = [(o, r) for o in self._optimizers if (r := get_reduction(o))]
+        reductions = {optimizer: get_reduction(optimizer) for optimizer in self._optimizers}
+        reducing = {optimizer: reduction for optimizer, reduction in reductions.items() if reduction}
         if not reducing:
             return {}
-        optimizer, reduction = reducing[0]  # the Trainer gives all optimizers the same compressor
+        optimizer, reduction = next(iter(reducing.items()))  # the Trainer gives all optimizers the same compressor
         has_begun = int(optimizer.iterations.numpy()) > reduction.compressor.start_step
         ratio = self._planned_ratio(reduction) if has_begun else 1.0
-        return {"comm/compression_ratio": ratio, "comm/residual_norm": self._residual_norm([r for _, r in reducing])}
+        measures = reduction.measures
+        return {
+            "comm/compression_ratio": ratio,
+            "comm/residual_norm": self._residual_norm(reducing.values()),
+            "comm/relative_error": measures.relative_error if measures.step else None,
+            "comm/cosine": measures.cosine if measures.step else None,
+        }
 
     def _planned_ratio(self, reduction: Reduction) -> float | None:
-        if not self._is_planned:
+        compressor = reduction.compressor
+        if compressor not in self._ratios:
             replicas = tf_internals.num_replicas(self.model.distribute_strategy)
             plain = compression_report.planned_bytes(self.model, None, replicas)
-            compressed = compression_report.planned_bytes(self.model, reduction.compressor, replicas)
-            self._is_planned, self._planned = True, plain / compressed if plain and compressed else None
-        return self._planned
+            compressed = compression_report.planned_bytes(self.model, compressor, replicas)
+            self._ratios[compressor] = plain / compressed if plain and compressed else None
+        return self._ratios[compressor]
 
-    def _residual_norm(self, reductions: list[Reduction]) -> float | None:
+    def _residual_norm(self, reductions: Iterable[Reduction]) -> float | None:
         local = self.model.distribute_strategy.experimental_local_results
         residuals = [
             component.read_value()
             for reduction in reductions
-            for specs, states in zip(reduction.slots, reduction.states, strict=True)
-            for spec, state in zip(specs, states, strict=True)
-            if spec.name == _RESIDUAL
+            for state in reduction.residuals
             for component in local(state)  # reading the distributed variable would be a collective
         ]
         return float(tf.linalg.global_norm(residuals)) if residuals else None
@@ -202,13 +205,14 @@ class SkipMeter(Meter):
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
-        self._numbers: list[tf.Variable] | None = (
-            None  # set at the first write, because the search for optimizers is slow
-        )
+        # Set at the first write, because the search for optimizers is slow.
+        self._numbers: list[tf.Variable] | None = None
 
     def read(self) -> dict[str, float | None]:
+        if not self.is_chief:
+            return {}
         if self._numbers is None:
-            self._numbers = skipped_updates(self.model) if self.is_chief else []
+            self._numbers = skipped_updates(self.model)
         skipped = sum(float(number.numpy()) for number in self._numbers) if self._numbers else None
         return {"train/skipped_updates": skipped}
 
@@ -224,10 +228,12 @@ class GradientNorm(Meter):
 
     def begin(self, model: keras.Model, is_chief: bool) -> None:
         super().begin(model, is_chief)
-        strategy, optimizer = model.distribute_strategy, getattr(model, "optimizer", None)
+        optimizer = getattr(model, "optimizer", None)
         optimizer = getattr(optimizer, "inner_optimizer", optimizer)  # that of a LossScaleOptimizer
+        strategy = model.distribute_strategy
         ours = as_ours(strategy)
-        if optimizer is None or (ours.traits.asynchronous if ours else strategy.num_replicas_in_sync > 1):
+        no_replica_has_it = ours.traits.asynchronous if ours else strategy.num_replicas_in_sync > 1
+        if optimizer is None or no_replica_has_it:
             return
         clip = keras_internals.clip_method(optimizer)
         if not isinstance(clip, _NormThenClip):
@@ -239,7 +245,9 @@ class GradientNorm(Meter):
         self._norm = clip.norm
 
     def read(self) -> dict[str, float | None]:
-        return {"train/gradient_norm": float(self._norm) if self.is_chief and self._norm is not None else None}
+        if not self.is_chief or self._norm is None:
+            return {}
+        return {"train/gradient_norm": float(self._norm)}
 
 
 class _NormThenClip:

@@ -1,34 +1,36 @@
-"""The callback `WireBytes`: the bytes that training steps send over the network, by the counters of its interfaces."""
+"""The callback `WireBytes`: the bytes that training steps send over the network, by the counters of this process's sockets."""
 
 from __future__ import annotations
 
-import functools
+import contextlib
 import os
+import pathlib
+import socket
+import struct
 from collections.abc import Callable
 
 import keras
 
 from tfdist.aliases import Logs
 from tfdist.cluster import ClusterSpec, TaskSpec
-from tfdist.cluster.spec import split_address
 
-_COUNTERS = "/proc/net/dev"
-_LOOPBACK = "lo"
-_SENT = 8  # the column
-# Reading the counters takes up to 0.1 ms: after the first _FIRST reads, they are read every _EVERY steps.
-_FIRST, _EVERY = 16, 10
+_SOCKETS = "/proc/self/fd"
+_SENT = 200  # the offset of tcpi_bytes_sent in Linux' `struct tcp_info`, since 4.19
+_INFO_SIZE = _SENT + 8
+# Reading the counters takes some 0.2 ms: after the first _FIRST reads, they are read every _EVERY steps.
+_FIRST = 16
+_EVERY = 10
 
 
 class WireBytes(keras.callbacks.Callback):
-    """Callback that measures the bytes a rank sends per training step, from the counters of this host's network interfaces (Linux).
+    """Callback that measures the bytes a rank sends per training step over its TCP connections (Linux).
 
-    The counters include all programs of the host, so other traffic adds to the result. Several ranks on a host get equal
-    shares.
+    Other programs of the host do not count, nor do bytes in shared memory and the headers of packets.
 
     Args:
         cluster: The cluster.
         task: This process's task.
-        read: Returns the bytes sent by each interface.
+        read: Returns the bytes sent so far by each connection of this process.
         begins: Number of updates before compression starts; their steps are counted separately.
 
     Examples:
@@ -48,19 +50,20 @@ class WireBytes(keras.callbacks.Callback):
     ):
         super().__init__()
         self._read = read or read_sent_bytes
-        hosts = [split_address(cluster.address(other))[0] for other in cluster.training_tasks()]
-        host, _ = split_address(cluster.address(task))
-        self._here = hosts.count(host)
-        self._local = self._here == len(hosts)
-        # With some peers on this host and others on other hosts, the counters cannot separate a rank's bytes.
-        self._tells = len(hosts) > 1 and self._here in (1, len(hosts))
-        self._last: tuple[int, int] | None = None  # the step after which the counters were read, and their sum
+        self._has_peers = len(cluster.training_tasks()) > 1
+        self._last: tuple[int, dict[str, int]] | None = (
+            None  # the step after which the counters were read, and their values
+        )
         self._step = 0
         self._begins = begins
         self._has_begun = begins == 0
         self._reads = 0  # number of reads since compression has started
+        self._reset()
+
+    def _reset(self) -> None:
         # Index 0: steps before compression; index 1: steps with it.
-        self._bytes, self._steps = [0, 0], [0, 0]
+        self._bytes = [0, 0]
+        self._steps = [0, 0]
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._last = None
@@ -71,8 +74,7 @@ class WireBytes(keras.callbacks.Callback):
             self._count(batch)
 
     def _count(self, step: int) -> None:
-        counters = self._read()
-        now = sum(sent for name, sent in counters.items() if (name == _LOOPBACK) == self._local)
+        now = self._read()
         phase = self._has_begun
         if not phase:
             updates = int(self.model.optimizer.iterations.numpy())
@@ -80,9 +82,11 @@ class WireBytes(keras.callbacks.Callback):
             if updates > self._begins:  # an execution of several steps may contain both kinds of steps
                 self._last = None
         if self._last is not None:
-            self._bytes[phase] += now - self._last[1]
+            before = self._last[1]
+            self._bytes[phase] += sum(sent - before.get(name, 0) for name, sent in now.items())
             self._steps[phase] += step - self._last[0]
         self._last = step, now
+        # Reads before compression do not count: its own first steps are read one by one, too.
         self._reads += self._has_begun
 
     @property
@@ -99,29 +103,32 @@ class WireBytes(keras.callbacks.Callback):
         """Returns the mean bytes per step since the last call, compressed or not; None if unknown."""
         if self._last is not None and self._last[0] < self._step:
             self._count(self._step)
-        sent, steps = sum(self._bytes), sum(self._steps)
-        self._bytes, self._steps = [0, 0], [0, 0]
-        return self._per_step(sent, steps)
+        mean = self._per_step(sum(self._bytes), sum(self._steps))
+        self._reset()
+        return mean
 
     def _mean(self, phase: int) -> int | None:
         return self._per_step(self._bytes[phase], self._steps[phase])
 
     def _per_step(self, sent: int, steps: int) -> int | None:
-        return round(sent / steps / self._here) if self._tells and steps and sent else None
+        if not (self._has_peers and steps and sent):
+            return None
+        return round(sent / steps)
 
 
 def read_sent_bytes() -> dict[str, int]:
-    """Returns the bytes that each network interface has sent; empty if the system has no counters."""
-    if (counters := _counters()) is None:
-        return {}
-    lines = (line.partition(b":") for line in os.pread(counters, 1 << 20, 0).splitlines()[2:])
-    return {name.strip().decode(): int(counts.split()[_SENT]) for name, _, counts in lines}
-
-
-@functools.cache
-def _counters() -> int | None:
-    """Returns the descriptor of the counters' file, which stays open because opening takes longer than reading."""
-    try:
-        return os.open(_COUNTERS, os.O_RDONLY)
-    except OSError:
-        return None
+    """Returns the bytes that each TCP connection of this process has sent, by its inode; empty if the system does not count them."""
+    counts = {}
+    for path in pathlib.Path(_SOCKETS).glob("*"):  # there are none if the system is not Linux
+        # Another thread may close it at any time.
+        with contextlib.suppress(OSError):
+            if not os.readlink(path).startswith("socket:"):
+                continue
+            with socket.socket(fileno=os.dup(int(path.name))) as connection:
+                if connection.type != socket.SOCK_STREAM or connection.family not in (socket.AF_INET, socket.AF_INET6):
+                    continue
+                info = connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, _INFO_SIZE)
+                inode = str(os.fstat(connection.fileno()).st_ino)
+            if len(info) == _INFO_SIZE:
+                (counts[inode],) = struct.unpack_from("=Q", info, _SENT)
+    return counts

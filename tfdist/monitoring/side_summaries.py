@@ -15,6 +15,7 @@ from tensorboard.plugins.custom_scalar import summary as custom_scalars
 from tensorboard.plugins.hparams import api_pb2
 from tensorboard.plugins.hparams import summary as hparams_lib
 
+from tfdist.compat import keras_internals
 from tfdist.strategy import as_ours
 from tfdist.version import __version__
 
@@ -23,13 +24,15 @@ _CHARTS_LINK = (
     "The page [Custom Scalars](#custom_scalars) has the charts of this run: is it learning, how fast is it, who is slow, "
     "what did the network cost."
 )
+_IS_IT_LEARNING = "Is it learning? (loss)"
 _WHO_IS_SLOW = "Who is slow? (ms per step)"
 # Chart title to a regular expression of the tags that it shows, for all runs.
 _CHARTS = {
-    "Is it learning? (loss)": r"^(batch_(\w+_)?loss|evaluation_(\w+_)?loss_vs_iterations)$",  # both by step, unlike `epoch_*`
+    _IS_IT_LEARNING: r"^(batch_(\w+_)?loss|evaluation_(\w+_)?loss_vs_iterations)$",  # both by step, unlike `epoch_*`
     "How fast is it? (examples per second)": "^perf/examples_per_second$",
     _WHO_IS_SLOW: "^perf/step_ms$",
-    "What did the network cost? (bytes per step, and of the gradients)": "^comm/(gradient_)?bytes_per_step$",
+    # Without the gradients' bytes: they may travel through shared memory, and TensorBoard gives all lines of a run one color.
+    "What did the network cost? (bytes per step)": "^comm/bytes_per_step$",
 }
 _COMPRESSION = {
     "What does compression change? (ratio of bytes, norm of the residuals)": "^comm/(compression_ratio|residual_norm)$"
@@ -39,11 +42,7 @@ _HISTOGRAM_BUCKETS = 30  # as TensorBoard's own
 
 
 def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
-    """Returns four Markdown texts: `charts`, which links to the page of charts, and the tables `cluster`, `strategy` and `versions`.
-
-    Args:
-        strategy: The strategy of the training.
-    """
+    """Returns four Markdown texts: `charts`, which links to the page of charts, and the tables `cluster`, `strategy` and `versions`."""
     resolver = getattr(strategy, "cluster_resolver", None)
     jobs = resolver.cluster_spec().as_dict() if resolver else {}
     tasks = [(f"{job}:{index}", address) for job in jobs for index, address in enumerate(jobs[job])]
@@ -82,17 +81,14 @@ def versions() -> dict[str, str]:
 
 
 def charts_layout(by_step: bool, compresses: bool, has_own_times: bool) -> tf.compat.v1.Summary:
-    """Returns the layout of the first page of the tab "Custom Scalars".
-
-    Args:
-        by_step: Whether the training's loss is written by step as well as by epoch.
-        compresses: Whether gradients are compressed.
-        has_own_times: Whether the tasks' own step times are measured.
-    """
-    charts = _CHARTS if by_step else _CHARTS | {"Is it learning? (loss)": _LOSS_BY_EPOCH}
-    # Synchronous tasks end a step together: their `perf/step_ms` are equal.
-    charts = charts | {_WHO_IS_SLOW: "^perf/own_step_ms(/.*)?$"} if has_own_times else charts
-    charts = charts | _COMPRESSION if compresses else charts
+    """Returns the layout of the first page of the tab "Custom Scalars"; `by_step` if the training's loss is written by step, too."""
+    charts = dict(_CHARTS)
+    if not by_step:
+        charts[_IS_IT_LEARNING] = _LOSS_BY_EPOCH
+    if has_own_times:  # synchronous tasks end a step together: their `perf/step_ms` are equal
+        charts[_WHO_IS_SLOW] = "^perf/own_step_ms(/.*)?$"
+    if compresses:
+        charts |= _COMPRESSION
     page = layout_pb2.Category(title=_CHARTS_PAGE)
     for title, tags in charts.items():
         page.chart.add(title=title, multiline=layout_pb2.MultilineChartContent(tag=[tags]))
@@ -106,27 +102,27 @@ def hparams_start(
 
     The tab sorts hyperparameters by name, capitals first, so the most important names begin with a capital.
 
-    Args:
-        hparams: Names to values. A nested group becomes `group.name`.
-        strategy: The strategy of the training.
-        batch_size: Examples per step, or None if unknown.
-        learning_rate: The learning rate of the first step, or None without an optimizer.
+    A nested group of them becomes `group.name`.
     """
+    if learning_rate is not None:
+        learning_rate = float(f"{float(learning_rate):.6g}")  # not 0.0010000000475
     first = {
         "Batch size": batch_size,
-        "Learning rate": None if learning_rate is None else float(f"{float(learning_rate):.6g}"),  # not 0.0010000000475
+        "Learning rate": learning_rate,
         "Replicas": strategy.num_replicas_in_sync,
         "Strategy": _kind(strategy),
     }
     known = {name: value for name, value in first.items() if value is not None}
-    return hparams_lib.session_start_pb({**known, **dict(_flatten_hparams(hparams, ""))})
+    return hparams_lib.session_start_pb({**known, **dict(flatten(hparams))})
 
 
-def _flatten_hparams(values: Mapping[Any, Any], path: str) -> Iterator[tuple[str, Any]]:
+def flatten(values: Mapping[Any, Any], path: str = "") -> Iterator[tuple[str, Any]]:
+    """Yields the values of nested mappings, with names such as `optimizer.momentum`."""
     for name, value in values.items():
-        value = value.item() if isinstance(value, np.generic) else value
+        if isinstance(value, np.generic):
+            value = value.item()
         if isinstance(value, Mapping):
-            yield from _flatten_hparams(value, f"{path}{name}.")
+            yield from flatten(value, f"{path}{name}.")
         # TensorBoard sends JSON, which has no infinite numbers.
         elif isinstance(value, (bool, str)) or (isinstance(value, (int, float)) and abs(value) <= sys.float_info.max):
             yield f"{path}{name}", value
@@ -146,7 +142,11 @@ def weight_histograms(model: keras.Model) -> dict[str, np.ndarray]:
     are not finite are skipped.
     """
     local = model.distribute_strategy.experimental_local_results
-    weights = {weight.path: local(weight.value)[0].numpy() for layer in model.layers for weight in layer.weights}
+    weights = {
+        weight.path: local(keras_internals.raw_value(weight))[0].numpy()
+        for layer in model.layers
+        for weight in layer.weights
+    }
     return {f"{path.replace(':', '_')}/histogram": histogram(values) for path, values in weights.items()}
 
 

@@ -56,16 +56,16 @@ class SlowTaskRule:
         self._tasks: collections.defaultdict[str, _Task] = collections.defaultdict(_Task)
 
     def note(self, times: Mapping[str, float]) -> dict[str, float]:
-        """Notes a comparison. Returns the tasks to warn about, usually none, with the median of the other tasks.
-
-        Args:
-            times: The tasks' step times in milliseconds, by name.
-        """
-        due = {}
-        for name, ms in times.items() if len(times) > 1 else ():
+        """Notes a comparison of step times in milliseconds. Returns the tasks to warn about, with the median of the other tasks."""
+        due: dict[str, float] = {}
+        if len(times) < 2:
+            return due
+        for name, ms in times.items():
             median = statistics.median(other for task, other in times.items() if task != name)
-            is_slow = ms > _RATIO * median and ms - median > _NOISE_MS
-            if self._is_due(self._tasks[name], ms / max(median, _LEAST_MS) if is_slow else 0.0):
+            ratio = 0.0
+            if ms > _RATIO * median and ms - median > _NOISE_MS:
+                ratio = ms / max(median, _LEAST_MS)
+            if self._is_due(self._tasks[name], ratio):
                 due[name] = median
         return due
 
@@ -78,9 +78,13 @@ class SlowTaskRule:
             task.warned = 0.0
         # One slow comparison does not cause a warning.
         lasting = min(task.ratios) if len(task.ratios) == _IN_A_ROW else 0.0
-        if not lasting or (task.warned and lasting < _RATIO * task.warned and task.since < _REPEAT_AFTER):
+        if not lasting:
             return False
-        task.warned, task.since = lasting, 0
+        is_known = task.warned > 0 and lasting < _RATIO * task.warned
+        if is_known and task.since < _REPEAT_AFTER:
+            return False
+        task.warned = lasting
+        task.since = 0
         return True
 
 
@@ -106,9 +110,11 @@ class SlowTasks(keras.callbacks.Callback):
 
     def __init__(self, engine: Engine, is_chief: bool):
         super().__init__()
-        self._engine, self._is_chief = engine, is_chief
+        self._engine = engine
+        self._is_chief = is_chief
         self._rule = SlowTaskRule()
-        self._steps = self._epoch_steps = 0  # steps since the last comparison; steps of the epoch
+        self._steps = 0  # since the last comparison
+        self._epoch_steps = 0
         self._is_first = True
 
     def on_train_begin(self, logs: Logs = None) -> None:
@@ -116,7 +122,8 @@ class SlowTasks(keras.callbacks.Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
         self._epoch_steps = 0
-        if own_time := self._engine.strategy.own_time:
+        own_time = self._engine.strategy.own_time
+        if own_time:
             own_time.skip()
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
@@ -125,12 +132,16 @@ class SlowTasks(keras.callbacks.Callback):
         self._steps += epoch_steps - self._epoch_steps
         self._epoch_steps = epoch_steps
         if self._is_first:  # it compiles
-            self._is_first, self._steps = False, 0
+            self._is_first = False
+            self._steps = 0
             self._engine.own_step_ms(self.model, 0)
         if self._steps < _EVERY:
             return
-        times, self._steps = self._engine.own_step_ms(self.model, self._steps), 0
-        for name, median in self._rule.note(times).items() if self._is_chief else ():
+        times = self._engine.own_step_ms(self.model, self._steps)
+        self._steps = 0
+        if not self._is_chief:
+            return
+        for name, median in self._rule.note(times).items():
             ratio = times[name] / max(median, _LEAST_MS)
             logger.warning(
                 f"{name} takes {ratio:.1f} times as long as the median ({times[name]:.0f} ms, {median:.0f} ms)"

@@ -31,7 +31,8 @@ from tfdist.monitoring.meter import (
     WireMeter,
 )
 from tfdist.monitoring.throughput import Throughput
-from tfdist.runtime import mirror, storage
+from tfdist.runtime.folders import storage
+from tfdist.runtime.folders.uploads import UploadedFolder
 from tfdist.runtime.log import logger
 
 _Result = TypeVar("_Result")
@@ -45,7 +46,7 @@ class TensorBoard(keras.callbacks.Callback):
     `perf/step_ms` (the median since the last value, without the first execution of each process, which compiles).
     `validation` has `epoch_*`, and `evaluation_*_vs_iterations` by the optimizer's iterations. Each other worker writes
     `perf/*` to a run named after its task, such as `worker-1`. Every task also writes by step the tags of `comm/*`,
-    `ps/*`, `faults/*` and `system/*` that it can measure; the table in docs/configuration.md explains each tag, and when it is absent.
+    `ps/*`, `faults/*` and `system/*` that it can measure; the table in docs/monitoring.md explains each tag, and when it is absent.
 
     Besides curves, `train` has texts (cluster, strategy, versions), and a first page for the tab "Custom Scalars". With
     `hparams`, the run `hparams` has the hyperparameters for the tab "HParams", and `final/*`, the last epoch's logs.
@@ -56,7 +57,7 @@ class TensorBoard(keras.callbacks.Callback):
 
     Args:
         log_dir: The folder, or its URL (`s3://bucket/logs`); only for this training, and the same on all workers. The files for a URL are
-            written to a local folder and uploaded every few seconds. A failing upload logs a warning and is tried again.
+            written to a local folder, and uploaded at the end of each epoch and of `fit`. A failing upload logs a warning and is tried again.
         update_freq: Number of steps between two writes of the values by step; "batch" means 1, and "epoch" means no values by step.
         global_batch_size: Examples per step over all replicas. None means the batch size of the data of `Trainer.fit`;
             if it is unknown, `perf/examples_per_second` is not written.
@@ -123,7 +124,8 @@ class TensorBoard(keras.callbacks.Callback):
         self._executions = 0  # of this training in this process
         self._is_listed = False  # whether the tab "HParams" lists this training
         self._first_rate: Any = None  # the learning rate of the first step
-        self._folder = ""  # of the files: `log_dir`, or its local mirror
+        self._uploads: UploadedFolder | None = None  # if `log_dir` is a URL
+        self._folder = ""  # of the files: `log_dir`, or the local folder for a URL
         self._local_run = ""  # the run with the measurements of this task
         self._is_chief = True
         self._owns_files = False  # whether the files in the runs belong to this training
@@ -139,12 +141,15 @@ class TensorBoard(keras.callbacks.Callback):
         if resolver and not self._strategy.extended.should_save_summary:
             self._is_chief, names = False, [f"{resolver.task_type}-{resolver.task_id}"]
         self._local_run = names[0]
-        self._folder = self.log_dir
-        if storage.is_url(self.log_dir):
+        if storage.is_url(self.log_dir) and self._uploads is None:
             own = tuple(f"{name}/" for name in names)
-            self._folder = str(
-                mirror.opened(self.log_dir.rstrip("/"), "log_dir", lambda path: path.startswith(own)).folder
-            )
+            try:
+                self._uploads = UploadedFolder(self.log_dir.rstrip("/"), lambda path: path.startswith(own))
+            except OSError as e:
+                raise ConfigError(
+                    f"log_dir must be a folder that can be read and written: {storage.reason(e)}."
+                ) from None
+        self._folder = str(self._uploads.folder) if self._uploads else self.log_dir
         self._runs = {name: self._runs.get(name) or Run(os.path.join(self._folder, name)) for name in names}
         for meter in self._meters:
             meter.begin(model, self._is_chief)
@@ -272,6 +277,8 @@ class TensorBoard(keras.callbacks.Callback):
         if self._is_chief and self._histogram_freq and epoch % self._histogram_freq == 0:
             self._try(self._runs["train"].write, side_summaries.weight_histograms(self.model), epoch)
         self._flush()
+        if self._uploads:
+            self._uploads.upload()
 
     def on_test_begin(self, logs: dict[str, Any] | None = None) -> None:
         if self._executions:  # within `fit`, so that `hparams` has its first events before `validation`
@@ -292,8 +299,8 @@ class TensorBoard(keras.callbacks.Callback):
             self._try(self._runs["hparams"].write_summary, side_summaries.hparams_end())
         for run in self._runs.values():
             self._try(run.close)
-        if storage.is_url(self.log_dir):
-            mirror.settle()
+        if self._uploads:
+            self._uploads.finish()
 
     def _flush(self) -> None:
         for run in self._runs.values():

@@ -68,7 +68,8 @@ class Throughput(keras.callbacks.Callback):
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state from `state_dict`."""
-        self.steps, self._epoch_steps = state["steps"], state["epoch_steps"]
+        self.steps = state["steps"]
+        self._epoch_steps = state["epoch_steps"]
         self.sizes = list(state.get("sizes", []))
 
     def on_train_batch_end(self, batch: int, logs: Logs = None) -> None:
@@ -88,22 +89,26 @@ class Throughput(keras.callbacks.Callback):
     @property
     def examples_per_second(self) -> float | None:
         """Examples per second over all replicas, or None before the second execution has ended."""
-        return self.global_batch_size * len(self.step_seconds) / sum(self.step_seconds) if self.step_seconds else None
+        if not self.step_seconds:
+            return None
+        return self.global_batch_size * len(self.step_seconds) / sum(self.step_seconds)
 
     @property
     def step_ms(self) -> dict[str, float | None]:
         """The mean, median and 95th percentile of the step times in milliseconds; None before the second execution has ended."""
         if not self.step_seconds:
             return {"mean": None, "median": None, "p95": None}
-        mean, (median, p95) = np.mean(self.step_seconds), np.percentile(self.step_seconds, [50, 95])
-        return {
-            name: round(1000 * float(value), 3) for name, value in (("mean", mean), ("median", median), ("p95", p95))
-        }
+        milliseconds = 1000 * np.array(self.step_seconds)
+        median, p95 = np.percentile(milliseconds, [50, 95])
+        values = {"mean": np.mean(milliseconds), "median": median, "p95": p95}
+        return {name: round(float(value), 3) for name, value in values.items()}
 
 
 def count_workers(strategy: Any) -> int:
     """Returns the number of workers of a strategy; 1 if it trains in one process."""
     resolver = getattr(strategy, "cluster_resolver", None)
     jobs = resolver.cluster_spec().as_dict() if resolver else {}
-    chiefs = 0 if "ps" in jobs else len(jobs.get("chief", ()))  # the chief of parameter servers runs no steps
-    return len(jobs.get("worker", ())) + chiefs or 1
+    workers = len(jobs.get("worker", ()))
+    if "ps" not in jobs:  # the chief of parameter servers runs no steps
+        workers += len(jobs.get("chief", ()))
+    return workers or 1

@@ -1,1 +1,1 @@
-"""Asynchronous training: variables on servers, steps on workers, Keras' loops on the chief."""
+"""Asynchronous training: variables on servers, steps on workers, the Trainer's loops on the chief."""

@@ -29,6 +29,7 @@ from tfdist.data.source import DataSource, Passes, run_to_end
 from tfdist.data.stored import StoredData
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError
+from tfdist.gradients import row_updates
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.parameter_server import server
 from tfdist.parameter_server.execution import Execution, MakeExecution, drain_first, drain_steps, executions
@@ -37,6 +38,7 @@ from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_
 from tfdist.parameter_server.worker_dataset import PipelinesIterator, WorkerDataset
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
+from tfdist.step import row_lookups
 from tfdist.step.execution import as_number
 
 # Methods of a model that read metrics or weights, which scheduled steps still change.
@@ -64,8 +66,9 @@ class ParameterServerEngine(Engine):
                 setattr(model, method, functools.partial(drain_first, model, getattr(model, method)))
             keras_internals.replace_make_prediction(model, functools.partial(Predictor, model, self.scheduler))
             model.train_function = model.test_function = model.predict_function = None
+        row_lookups.look_up_rows(model)
         for optimizer in optimizer_search.optimizers(model):
-            update_on_servers(optimizer)
+            update_on_servers(optimizer, self.strategy.row_updates)
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
@@ -76,8 +79,9 @@ class ParameterServerEngine(Engine):
                 yield
         finally:
             self._depth -= 1
-            for execution in executions(model) if not self._depth else ():
-                execution.end()
+            if not self._depth:  # a validation ends no step of the epoch around it
+                for execution in executions(model):
+                    execution.end()
 
     def source(self, dataset: tf.data.Dataset, steps: int | None) -> DataSource:
         """Returns the source of a dataset that the chief reads; the chief sends each batch to one worker."""
@@ -93,7 +97,8 @@ class ParameterServerEngine(Engine):
 
         def open_at(number: int, done: int, ready: Callable[[], None]) -> DataIterator:
             ready()
-            return iter(data.parts(1, [0], start + done, None if steps is None else steps - done))
+            remaining = None if steps is None else steps - done
+            return iter(data.parts(1, [0], start + done, remaining))
 
         per_epoch = data.steps_per_epoch if steps is None else None
         return DataSource(data.parts(1, [0], start, steps), (), steps, 1, open_at, per_epoch)
@@ -159,7 +164,9 @@ class ParameterServerEngine(Engine):
     def own_step_ms(self, model: keras.Model, steps: int) -> Mapping[str, float]:
         """Implements `Engine.own_step_ms`: the time from the begin of a worker's step until the chief has its result. No collective."""
         function = model.train_function
-        times = function.step_ms.take() if isinstance(function, Execution) else {}
+        if not isinstance(function, Execution):
+            return {}
+        times = function.step_ms.take()
         if not steps or self.scheduler.workers == 1:
             return {}
         for task, ms in times.items():
@@ -167,11 +174,15 @@ class ParameterServerEngine(Engine):
         return times
 
     def report(self, model: keras.Model) -> dict[str, Any]:
-        """Returns `retried_steps`, and `bytes_per_server`: the size of the model's and its optimizers' variables on each server."""
-        return {"retried_steps": self.scheduler.retried_steps, "bytes_per_server": bytes_per_server(model)}
+        """Returns `retried_steps`, `staleness`, and `bytes_per_server`: the size of the model's and its optimizers' variables on each server."""
+        return {
+            "retried_steps": self.scheduler.retried_steps,
+            "staleness": self.scheduler.staleness.report(),
+            "bytes_per_server": bytes_per_server(model),
+        }
 
 
-def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
+def update_on_servers(optimizer: keras.optimizers.Optimizer, row_updates_mode: str) -> None:
     """Makes the arithmetic of updates run on the server of each variable, so that only the gradient travels. In place.
 
     `assign_add` and `assign_sub` are atomic there. An `assign` of a value that is computed from the old value (SGD's momentum) is
@@ -180,6 +191,7 @@ def update_on_servers(optimizer: keras.optimizers.Optimizer) -> None:
     if keras_internals.has_replaced_variable_update(optimizer):
         return
     deduplicate_rows_before_update(optimizer)
+    row_updates.install(optimizer, row_updates_mode)
     update_step, weight_decay = keras_internals.variable_update_methods(optimizer)
 
     def on_server(gradient: Gradient, variable: tf.Variable, learning_rate: keras.Variable | float) -> None:
@@ -238,6 +250,8 @@ class Predictor:
 
 def concatenated(parts: Sequence[Structure]) -> Structure:
     """Returns the concatenated outputs of several batches; None without a batch."""
-    if len(parts) < 2:
-        return parts[0] if parts else None
+    if not parts:
+        return None
+    if len(parts) == 1:
+        return parts[0]
     return tf.nest.map_structure(lambda *outputs: tf.concat(outputs, 0), *parts)

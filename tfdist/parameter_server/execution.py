@@ -9,7 +9,6 @@ import collections
 import contextlib
 import functools
 import itertools
-import threading
 import time
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -25,10 +24,11 @@ from tfdist.parameter_server.scheduler import MAX_IN_FLIGHT, MAX_REORDERED, InFl
 from tfdist.parameter_server.worker_dataset import PipelinesIterator
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
-from tfdist.runtime.phase import phase
+from tfdist.runtime.report.phase import phase
 
-# Results of several steps are read together. The maximum number of ended steps with unread results: per worker, and its minimum in total.
-_UNREAD, _UNREAD_LEAST = 4, 10
+# Results of several steps are read together: the maximum number of ended steps with unread results per worker, and its minimum in total.
+_UNREAD = 4
+_UNREAD_LEAST = 10
 ROWS = MAX_IN_FLIGHT + MAX_REORDERED + _UNREAD_LEAST
 
 
@@ -36,8 +36,8 @@ class Execution:
     """A `train_function` or `test_function` that schedules steps and returns the logs so far. Its creation attaches the engine to the model.
 
     Attributes:
-        measured: Means for TensorBoard, by tag: steps in flight when a step was scheduled; other steps that ended while a
-            step ran (the age of its weights); and how long the chief waited for a batch that it reads itself.
+        measured: Means for TensorBoard, by tag: steps in flight when a step was scheduled; the staleness of updates; and how long
+            the chief waited for a batch that it reads itself.
         step_ms: The mean milliseconds of a step by worker, such as `worker:0`.
     """
 
@@ -45,8 +45,8 @@ class Execution:
         unsupported.check_model(model)  # the model may have been recompiled
         engine.attach(model)
         self._engine = engine
-        self.measured, self.step_ms = RunningMeans(), RunningMeans()
-        self._ended, self._lock = 0, threading.Lock()  # number of ended steps, over all threads
+        self.measured = RunningMeans()
+        self.step_ms = RunningMeans()
         self._model = model
         self._scheduler = scheduler
         self._step = step
@@ -54,6 +54,7 @@ class Execution:
         self._steps = int(model.steps_per_execution)
         self._unread_limit = max(_UNREAD * scheduler.workers, _UNREAD_LEAST)
         self._worker_step: WorkerStep | None = None
+        self._attempt_ids = itertools.count(1)  # never twice, because a step that was given up may still write its row
         self._logs: dict[str, Any] = {}
         self._has_data = False  # whether the chief has read a batch
         self._has_run = False  # whether its function is compiled
@@ -61,7 +62,10 @@ class Execution:
 
     def _reset(self) -> None:
         # Ordered results give an evaluation the same sums in every run.
-        self._flight = InFlight(self._scheduler, self._end_step, ordered=not self.trains)
+        running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext
+        if self.trains:
+            running = functools.partial(self._scheduler.staleness.step, self.measured)
+        self._flight = InFlight(self._scheduler, self._end_step, ordered=not self.trains, running=running)
         # The traced step, its row and its function, by attempt id.
         self._scheduled: dict[int, tuple[TracedStep, int, Callable[[int], int]]] = {}
         self._free = collections.deque(range(ROWS * self._scheduler.workers))
@@ -89,7 +93,8 @@ class Execution:
         return logs
 
     def _run(self, iterator: DataIterator, remaining_steps: int | None) -> dict[str, Any] | None:
-        for number in range(self._steps if remaining_steps is None else min(self._steps, remaining_steps)):
+        steps = self._steps if remaining_steps is None else min(self._steps, remaining_steps)
+        for number in range(steps):
             try:
                 self._schedule(iterator, remaining_steps)
             except (StopIteration, tf.errors.OutOfRangeError):
@@ -115,8 +120,10 @@ class Execution:
         """Ends a pass. After an error, steps in flight still count if they end within some seconds."""
         if not self._scheduler.has_lost_servers:
             self._flight.wait_after_error()
-            with contextlib.suppress(tf.errors.OpError):  # the servers may be lost
+            try:
                 self._read()
+            except tf.errors.OpError:  # the servers may be lost
+                pass
         if self.trains:
             self._scheduler.retried_steps += self._flight.retries
         self._reset()
@@ -127,36 +134,33 @@ class Execution:
         step = self._worker_step
         if self._steps_since_drain is None:
             step.begin()
-            self._steps_since_drain, self._logs = 0, {}
-        if isinstance(iterator, PipelinesIterator) and not self.trains:
-            self._steps_since_drain = None
-            self._count_pipelines(step, iterator, remaining_steps)
-            return
-        spec = getattr(iterator, "element_spec", None)
+            self._steps_since_drain = 0
+            self._logs = {}
         if isinstance(iterator, PipelinesIterator):
+            if not self.trains:  # each pipeline runs as one function, which returns its counts: no step is in flight
+                self._steps_since_drain = None
+                self._count_pipelines(step, iterator, remaining_steps)
+                return
             iterator.check(remaining_steps)
             run = iterator.next
+            spec = iterator.element_spec
         else:
-            began = time.perf_counter()
-            with phase("data", is_first=not self._has_data):
-                data = batch_splitting.without_optionals(next(iterator))
-            self._has_data = True
-            self.measured.add("perf/input_wait_ms", (time.perf_counter() - began) * 1000)
+            data = self._read_batch(iterator)
             run = functools.partial(_run_on, data)
-            spec = data if spec is None else spec
+            spec = getattr(iterator, "element_spec", data)
         traced = step.trace(spec)
-        if not self._free:
+        if not self._free:  # every row of the results table has a step that is not counted yet
             self.drain()
             step.begin()
             self._steps_since_drain = 0
-        attempt_id, row = step.new_attempt_id(), self._free.popleft()
+        attempt_id = next(self._attempt_ids)
+        row = self._free.popleft()
         inputs = step.step_inputs(attempt_id, row, self._steps_since_drain)
 
         def function(worker: int) -> int:
-            before, begun = self._ended, time.perf_counter()
+            begun = time.perf_counter()
             run(lambda batch: step.call(traced, batch, inputs), worker)
             self.step_ms.add(f"worker:{worker}", 1000 * (time.perf_counter() - begun))
-            self._count_overlap(before)
             return attempt_id
 
         self._steps_since_drain += 1
@@ -164,11 +168,17 @@ class Execution:
         self._flight.add(function, id(traced))
         self.measured.add("ps/steps_in_flight", self._flight.count)
 
-    def _count_overlap(self, before: int) -> None:
-        """Counts a step that ended in this thread, and measures how many others have ended since the count was `before`."""
-        with self._lock:
-            self.measured.add("ps/staleness", self._ended - before)
-            self._ended += 1
+    def _read_batch(self, iterator: DataIterator) -> Structure:
+        """Returns the next batch of the data that the chief reads; measures the wait."""
+        began = time.perf_counter()
+        with phase("data", is_first=not self._has_data):
+            data = batch_splitting.without_optionals(next(iterator))
+        self._has_data = True
+        record = self._model.distribute_strategy.batch_record
+        if record and self.trains:
+            record.add(data)
+        self.measured.add("perf/input_wait_ms", (time.perf_counter() - began) * 1000)
+        return data
 
     def _count_pipelines(self, step: WorkerStep, iterator: PipelinesIterator, remaining_steps: int | None) -> None:
         traced = step.trace(iterator.element_spec, returns=True)
@@ -186,7 +196,8 @@ class Execution:
 
     def _read(self) -> None:
         """Counts the steps that have ended."""
-        unread, self._unread = self._unread, []
+        unread = self._unread
+        self._unread = []  # first, because a retried step below may end at once
         for traced, group in itertools.groupby(unread, key=lambda attempt_id: self._scheduled[attempt_id][0]):
             attempt_ids = list(group)
             rows = traced.results.read(attempt_ids, [self._scheduled[attempt_id][1] for attempt_id in attempt_ids])  # type: ignore[union-attr]
@@ -201,10 +212,9 @@ class Execution:
     def _count(self, step: Any, traced: TracedStep, rows: Sequence[np.ndarray]) -> None:
         if not rows:
             return
-        logs = step.commit(traced, np.stack(rows))
-        custom_logs = step.custom_logs(traced, rows[-1])
+        logs = step.commit(traced, np.stack(rows)) | step.custom_logs(traced, rows[-1])
         self._logs.clear()
-        self._logs.update({name: custom_logs[name] if name in custom_logs else logs[name] for name in traced.names})
+        self._logs.update({name: logs[name] for name in traced.names})
 
 
 def _run_on(data: Structure, run: Callable[[DataIterator], Structure], worker: int) -> Structure:
@@ -228,7 +238,9 @@ class MakeExecution:
 def executions(model: keras.Model) -> list[Execution]:
     """Returns the newest executions of a model, also if its own functions call them."""
     make = keras_internals.make_function(model)
-    return list(make.made.values()) if isinstance(make, MakeExecution) else []
+    if not isinstance(make, MakeExecution):
+        return []
+    return list(make.made.values())
 
 
 def drain_first(model: keras.Model, method: Function, *args: Any, **kwargs: Any) -> Any:

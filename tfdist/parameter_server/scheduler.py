@@ -21,11 +21,12 @@ from tfdist.aliases import Structure
 from tfdist.cluster import TaskSpec, preflight, reachability
 from tfdist.compat import tf_cluster
 from tfdist.errors import ClusterError
+from tfdist.parameter_server.staleness import Staleness
 from tfdist.parameter_server.strategy import ParameterServerStrategy
 from tfdist.parameter_server.watch import Watch
-from tfdist.runtime import progress, stacks
 from tfdist.runtime.log import logger
-from tfdist.runtime.task_report import PATIENCE, TIMEOUT_SECONDS
+from tfdist.runtime.report import progress, stacks
+from tfdist.runtime.report.task_report import PATIENCE, TIMEOUT_SECONDS
 
 # Limit of functions in flight per worker: enough that a worker never waits for the chief.
 MAX_IN_FLIGHT = 3
@@ -48,15 +49,19 @@ class Scheduler:
     Attributes:
         retried_steps: Training steps that ran again because their worker was lost. The lost worker's update may have
             been applied in whole, in part, or not at all.
+        staleness: The staleness of training steps.
     """
 
     def __init__(self, strategy: ParameterServerStrategy):
         self._cluster = tf_cluster.coordinator_cluster(strategy)
         self._spec = strategy.cluster
         self._watch = Watch(strategy.cluster, strategy.start_timeout, strategy.timeout_seconds)
-        self._timeout_seconds = TIMEOUT_SECONDS if strategy.timeout_seconds is None else strategy.timeout_seconds
+        self._timeout_seconds = strategy.timeout_seconds
+        if self._timeout_seconds is None:
+            self._timeout_seconds = TIMEOUT_SECONDS
         self.workers = len(self._spec.jobs["worker"])
         self.retried_steps = 0
+        self.staleness = Staleness(strategy.max_staleness)
         self._lock = threading.Lock()
         tf.get_logger().addFilter(_is_shown)
         self._lost: set[int] = set()
@@ -64,7 +69,8 @@ class Scheduler:
         # When each busy worker began its step, and whether it may compile.
         self._steps: dict[int, tuple[float, bool]] = {}
         self._known: set[tuple[int, Any]] = set()  # workers and the kinds of functions that they have run
-        self._said = self._bounded = 0.0
+        self._warned_at = 0.0
+        self._limited_at = 0.0  # when the limit of a step was last checked
 
     @property
     def has_lost_servers(self) -> bool:
@@ -72,21 +78,33 @@ class Scheduler:
         return bool(self._watch.lost_servers)
 
     def start(
-        self, function: Callable[[int], Structure], results: queue.SimpleQueue[Any], key: Any, kind: Any = None
+        self,
+        function: Callable[[int], Structure],
+        results: queue.SimpleQueue[Any],
+        key: Any,
+        kind: Any,
+        running: Callable[[], contextlib.AbstractContextManager[None]],
     ) -> None:
         """Runs `function(worker)` in a thread of the chief; the thread's TensorFlow operations run on the worker of that number.
 
-        Puts `(key, result, error, number of tries)` into `results`, once. A worker's first function of a `kind` may compile.
+        Puts `(key, result, error, number of tries)` into `results`, once. A worker's first function of a `kind` may compile. Each try
+        runs in the context `running()`, whose wait does not count as time of the step.
         """
         tries = 0
 
         def run() -> None:
+            with running():
+                result, error = run_once()
+            results.put((key, result, error, tries))
+
+        def run_once() -> tuple[Any, Exception | None]:
             nonlocal tries
             worker = int(tf.DeviceSpec.from_string(tf_cluster.current_device()).task)
             tries += 1
             self._since[worker] = time.monotonic()
             self._steps[worker] = self._since[worker], (worker, kind) not in self._known
-            result, error = None, None
+            result = None
+            error = None
             try:
                 result = function(worker)
                 self._known.add((worker, kind))
@@ -101,7 +119,7 @@ class Scheduler:
             finally:
                 del self._since[worker], self._steps[worker]
             self._mark_recovered(worker)
-            results.put((key, result, error, tries))
+            return result, error
 
         with self.explain_errors():
             self._cluster.schedule(run, None, None)
@@ -114,11 +132,13 @@ class Scheduler:
         """Waits for the next item in `results`. Raises ClusterError if a parameter server is lost, or if all workers are lost for 300 s."""
         begun = looked = time.monotonic()
         while True:
-            if time.monotonic() - self._bounded > _LOST_AFTER:  # also while other workers' results arrive
+            if time.monotonic() - self._limited_at > _LOST_AFTER:  # also while other workers' results arrive
                 self._end_long_step()
-                self._bounded = time.monotonic()
-            with contextlib.suppress(queue.Empty):
+                self._limited_at = time.monotonic()
+            try:
                 return results.get(timeout=_LOST_AFTER)
+            except queue.Empty:
+                pass
             if self.has_lost_servers:
                 raise self._server_lost(self._watch.lost_servers)
             if time.monotonic() - looked > _CHECK_AFTER:
@@ -139,8 +159,10 @@ class Scheduler:
             servers = [task for task in self._spec.tasks() if task.type == "ps"]
             # TensorFlow may report the loss before the server's port is closed: check again for some seconds.
             ends = time.monotonic() + reachability.SETTLED
-            while not (absent := reachability.unreachable_tasks(self._spec, servers)) and time.monotonic() < ends:
+            absent = reachability.unreachable_tasks(self._spec, servers)
+            while not absent and time.monotonic() < ends:
                 time.sleep(0.2)
+                absent = reachability.unreachable_tasks(self._spec, servers)
             named = re.search(r"remote target /job:ps/replica:0/task:(\d+)", str(e))
             # The server was restarted and has lost its variables.
             if not absent and named and tf_cluster.is_server_failure(e):
@@ -157,15 +179,16 @@ class Scheduler:
         # A silent task may be busy or have missed one check; the watch gives a task up after a longer silence.
         absent = {task: reason for task, reason in absent.items() if reason in reachability.ENDED}
         absent |= self._watch.given_up
-        if servers := {task: reason for task, reason in absent.items() if task.type == "ps"}:
+        servers = {task: reason for task, reason in absent.items() if task.type == "ps"}
+        if servers:
             raise self._server_lost(servers)
-        busy = {
-            worker: time.monotonic() - since
-            for worker, since in list(self._since.items())
-            if TaskSpec("worker", worker) not in absent
-        }
-        if max(busy.values(), default=0) > _LONG and time.monotonic() > self._said + _LONG:
-            self._said = time.monotonic()
+        now = time.monotonic()
+        busy = {}
+        for worker, since in list(self._since.items()):  # a copy, because other threads change it
+            if TaskSpec("worker", worker) not in absent:
+                busy[worker] = now - since
+        if max(busy.values(), default=0) > _LONG and now > self._warned_at + _LONG:
+            self._warned_at = now
             steps = ", ".join(f"worker:{w} has been at a step for {seconds:.0f} s" for w, seconds in busy.items())
             logger.warning(f"waiting: {steps}")
         if busy or not absent:
@@ -175,17 +198,19 @@ class Scheduler:
             raise ClusterError(
                 f"No worker has worked for {waited:.0f} s: {reachability.format_tasks(self._spec, absent)}."
             )
-        if time.monotonic() > self._said + _REPORT_EVERY:
-            self._said = time.monotonic()
+        if now > self._warned_at + _REPORT_EVERY:
+            self._warned_at = now
             logger.warning(f"waiting for {reachability.format_tasks(self._spec, absent)}")
 
     def _end_long_step(self) -> None:
         """Raises ClusterError if a worker has run its step for longer than the limit, since it and all servers answer."""
         if not self._timeout_seconds:
             return
-        now, silent_at = time.monotonic(), dict(self._watch.silent_at)
+        now = time.monotonic()
+        silent_at = dict(self._watch.silent_at)
         for worker, (began, is_first) in list(self._steps.items()):
             task = TaskSpec("worker", worker)
+            # The step may have waited for a task that did not answer: its time counts from then on.
             times = [at for other, at in silent_at.items() if other == task or other.type == "ps"]
             seconds = now - max([began, *times])
             limit = self._timeout_seconds * (PATIENCE if is_first else 1.0)
@@ -203,7 +228,7 @@ class Scheduler:
         names = ", ".join(map(str, servers))
         addresses = reachability.format_tasks(self._spec, servers)
         loss = progress.Loss(names, f"{names} is lost, and with it the variables it held: {addresses}")
-        progress.mark_lost(self._spec.chief.name, loss)
+        progress.write(lost=loss)
         return ClusterError(f"{loss}. Start the training again, to resume from its last backup.")
 
     def _mark_lost(self, worker: int) -> None:
@@ -256,13 +281,21 @@ class InFlight:
     """The scheduled functions of one pass, and their results.
 
     The main thread calls `commit` with each result, in the order of scheduling if `ordered`, else in the order of arrival.
+    `running` as for `Scheduler.start`.
 
     Attributes:
         retries: How often functions ran again because their worker was lost.
     """
 
-    def __init__(self, scheduler: Scheduler, commit: Callable[[Structure], None], ordered: bool):
+    def __init__(
+        self,
+        scheduler: Scheduler,
+        commit: Callable[[Structure], None],
+        ordered: bool,
+        running: Callable[[], contextlib.AbstractContextManager[None]] = contextlib.nullcontext,
+    ):
         self._scheduler = scheduler
+        self._running = running
         self._commit = commit
         self._ordered = ordered
         self._results: queue.SimpleQueue[Any] = queue.SimpleQueue()
@@ -280,12 +313,11 @@ class InFlight:
         workers = self._scheduler.workers
         # The second limit counts results that arrived before their turn: the other workers may run ahead of a late one only
         # so far, because the chief must keep their results in memory.
-        while (
-            self.count >= MAX_IN_FLIGHT * workers
-            or self._scheduled - self._committed >= (MAX_IN_FLIGHT + MAX_REORDERED) * workers
-        ):
+        most_in_flight = MAX_IN_FLIGHT * workers
+        most_uncommitted = (MAX_IN_FLIGHT + MAX_REORDERED) * workers
+        while self.count >= most_in_flight or self._scheduled - self._committed >= most_uncommitted:
             self._take()
-        self._scheduler.start(function, self._results, self._scheduled, kind)
+        self._scheduler.start(function, self._results, self._scheduled, kind, self._running)
         self._scheduled += 1
         while not self._results.empty():
             self._take()

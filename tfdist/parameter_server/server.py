@@ -17,13 +17,16 @@ from typing import NoReturn
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, greeting, preflight, reachability
-from tfdist.runtime import process_end, progress, stacks
+from tfdist.runtime.end import process_end
+from tfdist.runtime.end.process_end import GRACE_SECONDS, Preemption
 from tfdist.runtime.log import logger
-from tfdist.runtime.process_end import GRACE_SECONDS, Preemption
+from tfdist.runtime.report import progress, stacks
 
-_POLL_SECONDS, _POLL_SECONDS_IF_PREEMPTED = 1.0, 0.2
+_POLL_SECONDS = 1.0
+_POLL_SECONDS_IF_PREEMPTED = 0.2
 _MAX_MISSES = 3  # a busy chief may fail to answer once
-_PREEMPTION_QUEUE, _EXIT_CODE_QUEUE = "told_to_go", "ends"
+_PREEMPTION_QUEUE = "told_to_go"
+_EXIT_CODE_QUEUE = "ends"
 _SESSION_TIMEOUT_MS = 5000
 _PREEMPTION_POLL_SECONDS = 0.5
 _PUBLISH_SECONDS = 5.0  # limit for sending the exit code to all tasks
@@ -40,13 +43,7 @@ def serve(
     TensorFlow's servers never end by themselves. On SIGTERM this one keeps serving until the chief has saved and exited, at most
     `grace_seconds`; a parameter server also notifies the chief, because the other tasks cannot continue without it. SIGINT ends
     the process at once. A chief that was killed sends no exit code: this process then exits with 75 after SIGTERM and with 1
-    otherwise, so that a scheduler restarts it together with the chief.
-
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-        start_timeout: Seconds to wait for the chief at the start, and for a chief that does not answer later.
-        grace_seconds: Seconds between SIGTERM and the forced end.
+    otherwise, so that a scheduler restarts it together with the chief. `start_timeout` also limits a later silence of the chief.
 
     Raises:
         ClusterError: The port is taken, or the chief does not start within `start_timeout`.
@@ -66,29 +63,28 @@ def serve(
     # So far only the chief's greeting has answered: wait for its TensorFlow server. The chief waits for the other tasks itself.
     preflight.wait_until_reachable(cluster, [cluster.chief], start_timeout, serving=True)
     preemption.training = True
-    misses, notified = 0, False
+    misses = 0
+    notified = False
     silent = reachability.SilentTasks(cluster, task)
     # A refused connection means that the chief has ended; no answer at all, that it is busy or its host is gone.
     while misses < _MAX_MISSES and max(silent.seconds.values(), default=0.0) < start_timeout:
         if preemption.requested and not notified:  # again until it arrives: a chief that is suspended takes no message
-            notified = task.type != "ps" or announce_preemption(cluster, task)
+            notified = task.type != "ps" or _send(cluster, cluster.chief, _PREEMPTION_QUEUE, str(task))
         time.sleep(_POLL_SECONDS_IF_PREEMPTED if preemption.requested else _POLL_SECONDS)
         stacks.answer_request()
         reason = reachability.unreachable_reason(cluster.address(cluster.chief))
-        misses = misses + 1 if reason in reachability.ENDED else 0
-        silent.note({cluster.chief} if reason and not misses else ())
+        has_ended = reason in reachability.ENDED
+        misses = misses + 1 if has_ended else 0
+        silent.note({cluster.chief} if reason and not has_ended else ())
     code = read_exit_code(cluster, task)
     if code is None:
         code = process_end.PREEMPTED if preemption.requested else 1
-        address = cluster.address(cluster.chief)
-        cause = (
-            f"{cluster.chief} at {address} has ended without sending its exit code to {task}; see its log for the cause"
-        )
         if code == 1:
-            progress.mark_lost(task.name, progress.Loss(str(cluster.chief), cause))
-        if not (
-            preemption.requested and progress.is_supervised()
-        ):  # else the supervisor has reported why it ends all tasks
+            address = cluster.address(cluster.chief)
+            cause = f"{cluster.chief} at {address} has ended without sending its exit code to {task}; see its log for the cause"
+            progress.write(lost=progress.Loss(str(cluster.chief), cause))
+        # A supervisor that ends all tasks has reported why.
+        if not (preemption.requested and progress.is_supervised()):
             logger.warning(
                 f"{task} ends with exit code {code}: the chief has ended without sending its exit code; see its log"
             )
@@ -96,13 +92,8 @@ def serve(
         logger.info(f"{task} ends with exit code {code}, like the chief")
     del server
     process_end.exit_code = code
-    stacks.remove_files()
+    stacks.remove_file()
     process_end.end(code)  # TensorFlow's server cannot be stopped
-
-
-def announce_preemption(cluster: ClusterSpec, task: TaskSpec) -> bool:
-    """Notifies the chief's `PreemptionListener` that this task was preempted. Returns whether the chief has received it."""
-    return _send(cluster, cluster.chief, _PREEMPTION_QUEUE, str(task))
 
 
 class PreemptionListener:
@@ -127,30 +118,32 @@ def publish_exit_code(cluster: ClusterSpec) -> None:
     code = process_end.expected_exit_code()
     deadline = time.monotonic() + _PUBLISH_SECONDS
     for task in cluster.tasks():  # one after the other: an interpreter that shuts down starts no threads
-        if (
-            task != cluster.chief
-            and time.monotonic() < deadline
-            and not reachability.unreachable_reason(cluster.address(task))
-        ):
+        if task == cluster.chief or time.monotonic() > deadline:
+            continue
+        if not reachability.unreachable_reason(cluster.address(task)):
             _send(cluster, task, _EXIT_CODE_QUEUE, str(code))
 
 
 def read_exit_code(cluster: ClusterSpec, task: TaskSpec) -> int | None:
     """Returns the exit code that the chief has sent to this task, or None if it has sent none."""
-    with contextlib.suppress(tf.errors.OpError), _session_on(cluster, task) as session:
-        handle = _queue(_EXIT_CODE_QUEUE)
-        if not session.run(tf.raw_ops.QueueSizeV2(handle=handle)):
-            return None
-        return int(session.run(tf.raw_ops.QueueDequeueV2(handle=handle, component_types=[tf.string]))[0])
-    return None
+    try:
+        with _session_on(cluster, task) as session:
+            handle = _queue(_EXIT_CODE_QUEUE)
+            if not session.run(tf.raw_ops.QueueSizeV2(handle=handle)):
+                return None
+            return int(session.run(tf.raw_ops.QueueDequeueV2(handle=handle, component_types=[tf.string]))[0])
+    except tf.errors.OpError:
+        return None
 
 
 def _send(cluster: ClusterSpec, task: TaskSpec, name: str, text: str) -> bool:
     """Puts a text into a task's queue; returns whether the task has answered within some seconds."""
-    with contextlib.suppress(tf.errors.OpError), _session_on(cluster, task) as session:
-        session.run(tf.raw_ops.QueueEnqueueV2(handle=_queue(name), components=[tf.constant(text)]))
-        return True
-    return False
+    try:
+        with _session_on(cluster, task) as session:
+            session.run(tf.raw_ops.QueueEnqueueV2(handle=_queue(name), components=[tf.constant(text)]))
+    except tf.errors.OpError:
+        return False
+    return True
 
 
 @contextlib.contextmanager

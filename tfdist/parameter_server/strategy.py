@@ -7,7 +7,6 @@ read them with each step (see `parameter_server/worker_step.py`).
 
 from __future__ import annotations
 
-import atexit
 from collections.abc import Callable
 from typing import Any
 
@@ -21,6 +20,7 @@ from tfdist.compat import keras_internals, optimizer_search
 from tfdist.config import StrategyConfig
 from tfdist.errors import ConfigError
 from tfdist.parameter_server import server
+from tfdist.runtime.end import hooks
 from tfdist.strategies import base
 from tfdist.strategies.model_methods import USE_TRAINER
 
@@ -37,12 +37,17 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
 
     Created in the chief's process, once all other tasks can be reached. `placement` chooses the server of a variable: `"round_robin"`, the next
     server; `"by_bytes"`, the server with the fewest bytes. Optimizer slots are placed with their variable. A server may be silent for `start_timeout` s.
+    `max_staleness` is the limit of `Staleness`.
     """
 
     cluster: ClusterSpec
 
     def __init__(
-        self, cluster: ClusterSpec, placement: str = "round_robin", start_timeout: float = preflight.START_TIMEOUT
+        self,
+        cluster: ClusterSpec,
+        placement: str = "round_robin",
+        start_timeout: float = preflight.START_TIMEOUT,
+        max_staleness: int | None = None,
     ):
         resolver = tf.distribute.cluster_resolver.SimpleClusterResolver(
             tf.train.ClusterSpec({job: list(addresses) for job, addresses in cluster.jobs.items()}),
@@ -52,6 +57,7 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         )
         self.cluster = cluster
         self.start_timeout = start_timeout
+        self.max_staleness = max_staleness
         self._by_bytes = placement == "by_bytes"
         super().__init__(resolver)
         if self.num_replicas_in_sync > 1:
@@ -80,13 +86,16 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         self, dataset: tf.data.Dataset, options: tf.distribute.InputOptions | None = None
     ) -> Data:
         """Raises an error: the Trainer takes the dataset itself."""
-        raise ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
+        raise self._distribution_error()
 
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[..., tf.data.Dataset], options: tf.distribute.InputOptions | None = None
     ) -> Data:
         """Raises an error: the Trainer takes the function itself."""
-        raise ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
+        raise self._distribution_error()
+
+    def _distribution_error(self) -> ConfigError:
+        return ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
 
 
 def lives_on_chief(
@@ -106,12 +115,12 @@ def bytes_per_server(model: keras.Model) -> dict[str, int]:
     """Returns the bytes of a model's and its optimizers' variables on each server: `{"ps:0": 1024, ...}`."""
     strategy = model.distribute_strategy
     loads = {f"ps:{index}": 0 for index in range(len(strategy.cluster.jobs["ps"]))}
-    variables = [
-        *model.variables,
-        *(variable for optimizer in optimizer_search.optimizers(model) for variable in optimizer.variables),
-    ]
+    variables = list(model.variables)
+    for optimizer in optimizer_search.optimizers(model):
+        variables += optimizer.variables
     for value in {id(variable): variable.value for variable in variables}.values():
-        if (spec := tf.DeviceSpec.from_string(value.device)).job == "ps":
+        spec = tf.DeviceSpec.from_string(value.device)
+        if spec.job == "ps":
             loads[f"ps:{spec.task}"] += value.shape.num_elements() * value.dtype.size
     return loads
 
@@ -139,9 +148,12 @@ def parameter_server(
             "environment, or with tfdist launch --workers=2 --ps=1 -- python script.py"
         )
     spec, task = cluster
-    if faults := list(spec.parameter_server_faults()):
-        ranks = " Under a scheduler, set the number of ranks that serve: --config.cluster.ps=1, or tfdist.find_cluster(ps=1)."
-        raise ConfigError(fault + ranks * (list(spec.jobs) == ["worker"]) for fault in faults)
+    faults = list(spec.parameter_server_faults())
+    if faults:
+        if list(spec.jobs) == ["worker"]:
+            remedy = "Under a scheduler, set the number of ranks that serve: --config.cluster.ps=1, or tfdist.find_cluster(ps=1)."
+            faults = [f"{fault} {remedy}" for fault in faults]
+        raise ConfigError(faults)
     if task.type == "evaluator":
         raise ConfigError("An evaluator does not train: use strategy one_device in its process.")
     preflight.bypass_proxies(spec)
@@ -157,7 +169,7 @@ def parameter_server(
         preflight.wait_until_reachable(spec, others, start_timeout)
         preflight.wait_until_reachable(spec, others, start_timeout, serving=True)
     with preflight.startup_watchdog(spec, task, start_timeout):
-        strategy = ParameterServerStrategy(spec, config.placement, start_timeout)
+        strategy = ParameterServerStrategy(spec, config.placement, start_timeout, config.max_staleness)
     strategy.timeout_seconds = config.timeout_seconds
-    atexit.register(server.publish_exit_code, spec)
+    hooks.at_end(hooks.Stage.PEERS, server.publish_exit_code, spec)
     return strategy

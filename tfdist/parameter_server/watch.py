@@ -8,7 +8,6 @@ answers again. If the watch gives up a server, the job ends.
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import ipaddress
 import logging
@@ -24,10 +23,11 @@ from tfdist.cluster import ClusterSpec, TaskSpec, greeting, reachability
 from tfdist.cluster.spec import split_address
 from tfdist.compat import tf_cluster
 from tfdist.parameter_server import server
-from tfdist.runtime import process_end, stacks
+from tfdist.runtime.end import hooks, process_end
 from tfdist.runtime.log import logger
-from tfdist.runtime.phase import main as phases
-from tfdist.runtime.task_report import TIMEOUT_SECONDS, Reporter
+from tfdist.runtime.report import stacks
+from tfdist.runtime.report.phase import main as phases
+from tfdist.runtime.report.task_report import TIMEOUT_SECONDS, Reporter
 
 _ASK_EVERY = 1.0  # seconds
 WARN_AFTER = 60.0  # seconds of a wait for data or for a step
@@ -37,7 +37,8 @@ _LAST_ROUND = 5.0  # seconds that the last check of a server may take
 # Interval in seconds: TensorFlow reconnects repeatedly, and a call on a new connection waits until the next shutdown.
 _SHUT_DOWN_EVERY = 0.1
 _TCP_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
-_REMOTE_COLUMN, _INODE_COLUMN = 2, 9
+_REMOTE_COLUMN = 2
+_INODE_COLUMN = 9
 Endpoint = tuple[str, int]  # address and port
 
 
@@ -54,7 +55,9 @@ class Watch:
 
     def __init__(self, cluster: ClusterSpec, server_timeout: float, timeout_seconds: float | None = None):
         self._timeout_seconds = TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
-        self._reporter, self._warned = Reporter(), 0.0
+        self._reporter = Reporter()
+        self._warned = 0.0  # seconds of the current wait at the last warning
+        self._unanswered_at = 0.0  # when a task that was not given up yet last did not answer, by `time.monotonic`
         self.hung: set[TaskSpec] = set()
         self.silent_at: dict[TaskSpec, float] = {}
         self._cluster = cluster
@@ -64,7 +67,7 @@ class Watch:
         self.given_up: dict[TaskSpec, str] = {}
         # Without it these threads would wait for the lock that a waiting call holds.
         self._lender = tf_cluster.lock_lender().start()
-        atexit.register(self._leave)
+        hooks.at_end(hooks.Stage.CONNECTIONS, self._leave)
         threading.Thread(target=self._watch, daemon=True, name="tfdist-watch").start()
         threading.Thread(target=self._shut_down, daemon=True, name="tfdist-shut-down").start()
 
@@ -75,11 +78,13 @@ class Watch:
 
     def _end_long_wait(self) -> None:
         """Warns of a long wait of the main thread for its data, and ends the process at its limit: nothing else can end that wait."""
-        report, chief = self._reporter.report(WARN_AFTER), self._cluster.chief
+        report = self._reporter.report(WARN_AFTER)
         if report.state != "data":
             return
-        words = f"{chief} {report.describe()}, for {report.waited:.0f} s now"
-        if overrun := report.overrun(report.waited, self._timeout_seconds):
+        words = f"{self._cluster.chief} {report.describe()}, for {report.waited:.0f} s now"
+        # TensorFlow reads a batch after the calls in flight have ended, so a wait beside a silent task is no wait for data.
+        overrun = report.overrun(min(report.waited, time.monotonic() - self._unanswered_at), self._timeout_seconds)
+        if overrun:
             stacks.dump(words)
             logger.error(
                 f"{words}. {overrun}. If this work is only slow, raise Trainer(timeout_seconds={self._timeout_seconds:g}). Start the "
@@ -98,23 +103,24 @@ class Watch:
         while True:
             time.sleep(_ASK_EVERY)
             stacks.answer_request()
-            if phases.now.name == "data":
-                self._end_long_wait()
             absent = reachability.unreachable_tasks(self._cluster, self._tasks, serving=True)
             self._silent.note({task for task, reason in absent.items() if reason not in reachability.ENDED})
             self.silent_at |= dict.fromkeys(self._silent.seconds, time.monotonic())
-            now = {
-                task: f"no answer for {seconds:.0f} s"
-                for task, seconds in self._silent.seconds.items()
-                if seconds >= self._limits[task.type]
-            }
-            for task in now.keys() - self.given_up.keys():
-                if task.type == "worker":
+            now = {}
+            for task, seconds in self._silent.seconds.items():
+                if seconds < self._limits[task.type]:
+                    continue
+                now[task] = f"no answer for {seconds:.0f} s"
+                if task.type == "worker" and task not in self.given_up:
                     logger.warning(
-                        f"{task} at {self._cluster.address(task)} is given up after {self._silent.seconds[task]:.0f} s "
+                        f"{task} at {self._cluster.address(task)} is given up after {seconds:.0f} s "
                         "without an answer, until it answers again"
                     )
+            if any(task not in self.given_up for task in self._silent.seconds):
+                self._unanswered_at = time.monotonic()
             self.given_up = {**now, **self.lost_servers}
+            if phases.now.name == "data":
+                self._end_long_wait()
 
     def _shut_down(self) -> None:
         endpoints = {task: resolve_endpoints(self._cluster.address(task)) for task in self._tasks}
@@ -144,10 +150,12 @@ class Watch:
 def resolve_endpoints(address: str) -> set[Endpoint]:
     """Returns the addresses and ports to which `host:port` resolves; empty if the name does not resolve now."""
     host, port = split_address(address)
-    with contextlib.suppress(OSError, UnicodeError):
+    try:
         entries = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)
-        return {(_format_ip(ipaddress.ip_address(str(entry[4][0]).partition("%")[0])), port) for entry in entries}
-    return set()
+    except (OSError, UnicodeError):
+        return set()
+    hosts = [str(entry[4][0]).partition("%")[0] for entry in entries]  # without the interface of a link-local address
+    return {(_format_ip(ipaddress.ip_address(host)), port) for host in hosts}
 
 
 def shut_down_connections(endpoints: set[Endpoint]) -> int:
@@ -156,8 +164,10 @@ def shut_down_connections(endpoints: set[Endpoint]) -> int:
     Returns 0 on systems other than Linux, which have no `/proc/self/net`.
     """
     inodes = {inode for remote, inode in _list_connections() if remote in endpoints}
+    if not inodes:
+        return 0
     count = 0
-    for path in pathlib.Path("/proc/self/fd").glob("*") if inodes else ():
+    for path in pathlib.Path("/proc/self/fd").glob("*"):
         with contextlib.suppress(OSError):  # closed in the meantime
             if os.readlink(path).removeprefix("socket:[").removesuffix("]") in inodes:
                 # Use a copy: the descriptor belongs to TensorFlow, which may close it at any moment.

@@ -79,10 +79,13 @@ class WorkerDataset:
 
     def total(self) -> int | None:
         """Returns the number of batches of all pipelines, or None if it is unknown or infinite."""
-        if self.batches(0) is None:
-            return None
-        batch_counts = [self.batches(pipeline) for pipeline in range(self.pipelines)]
-        return None if None in batch_counts else sum(filter(None, batch_counts))
+        total = 0
+        for pipeline in range(self.pipelines):
+            batches = self.batches(pipeline)
+            if batches is None:
+                return None
+            total += batches
+        return total
 
     def is_endless(self) -> bool:
         """Returns whether the pipelines never end."""
@@ -109,9 +112,9 @@ class WorkerDataset:
                 f"A dataset function must return a tf.data.Dataset. Received: {type(traced.structured_outputs).__name__}."
             )
         for tensor in traced.captured_inputs:
-            if tensor.dtype in (tf.resource, tf.variant):
-                if tensor.dtype == tf.variant:
-                    raise ConfigError(_OUTSIDE.format("a dataset"))
+            if tensor.dtype == tf.variant:
+                raise ConfigError(_OUTSIDE.format("a dataset"))
+            if tensor.dtype == tf.resource:
                 raise ConfigError(
                     _OUTSIDE.format("a variable, table or iterator")
                     + " A lookup table is the chief's wherever it is created: let a layer of the model look up."
@@ -157,7 +160,8 @@ class PipelinesIterator:
             return
         if steps is None:
             raise ConfigError("fit needs steps_per_epoch where workers make the data with a dataset function.")
-        if (batches := self._data.batches()) is not None and batches < steps:
+        batches = self._data.batches()
+        if batches is not None and batches < steps:
             raise ConfigError(
                 f"The epoch has {steps} steps, but the dataset that the dataset function returns has {batches} batches, and "
                 "one worker may have to take all steps: let it return dataset.repeat(), and give fit steps_per_epoch."
@@ -188,6 +192,8 @@ class PipelinesIterator:
         """
         if steps is None and self._data.is_endless():
             raise ConfigError("The dataset function returns an endless dataset: give the number of steps, too.")
+        # Batch n of the evaluation is batch n // pipelines of pipeline n % pipelines. A function runs a whole pipeline, because a
+        # worker that repeats a lost worker's part must start its iterator again.
         pipelines = self._data.pipelines
         step.begin()
         inputs = step.step_inputs(0, 0, 0).numpy()

@@ -18,7 +18,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -73,13 +72,11 @@ class WorkerStep:
         }
         self._traced: dict[int, TracedStep] = {}
         self._tracing = TracedStep()
-        # Most steps have the same data as the step before.
-        self._last: tuple[Any, bool, TracedStep] = (
-            None,
-            False,
-            self._tracing,
-        )
-        self._attempt_ids = itertools.count(1)
+        # The arguments and the result of the last `trace`, because most steps have the same data as the step before.
+        self._last_data: Any = None
+        self._last_returns = False
+        self._last_traced = self._tracing
+
         self._seed_values: list[int] = []
         self._started: list[int] = []
         self._no_sums: set[str] = set()  # names of metrics with a logged warning
@@ -91,10 +88,6 @@ class WorkerStep:
         self._seed_values = [int(number) for seed in self._seeds for number in seed.numpy()]
         self._started = [int(iterations.numpy()) for iterations in self._iterations]
 
-    def new_attempt_id(self) -> int:
-        """Returns a number that no attempt at a step has had."""
-        return next(self._attempt_ids)
-
     def step_inputs(self, attempt_id: int, row: int, number: int) -> tf.Tensor:
         """Returns a step's inputs from the chief, except the data, in one vector.
 
@@ -102,9 +95,10 @@ class WorkerStep:
         """
         scalars = [float(v.numpy()) for v in self._scalars]
         counts = [start + number * per_step for start, per_step in zip(self._started, self._per_step, strict=True)]
-        return tf.constant(
-            [attempt_id, row, sum(self._started) + number, *counts, *scalars, *self._seed_values], tf.float64
-        )
+        total = (
+            sum(self._started) + number
+        )  # differs between all steps of the training, also after a restart: it varies the seeds
+        return tf.constant([attempt_id, row, total, *counts, *scalars, *self._seed_values], tf.float64)
 
     def trace(self, data: Structure, returns: bool = False) -> TracedStep:
         """Returns the step, traced for `data`: a batch, its spec, or the spec of an iterator.
@@ -113,8 +107,8 @@ class WorkerStep:
         returns its counts instead of writing them to the results table. Raises ConfigError if the step uses a variable that is on no server, or
         assigns a variable that is not the model's.
         """
-        if data is self._last[0] and returns == self._last[1]:
-            return self._last[2]
+        if data is self._last_data and returns == self._last_returns:
+            return self._last_traced
         length = 3 + len(self._iterations) + len(self._scalars) + 2 * len(self._seeds)
         inputs = tf.TensorSpec([length], tf.float64)
         form = batch_splitting.without_optionals(data)
@@ -134,8 +128,10 @@ class WorkerStep:
             self._check(function)
             self._tracing.function = function
             self._traced[id(function)] = self._tracing
-        self._last = data, returns, self._traced[id(function)]
-        return self._last[2]
+        self._last_data = data
+        self._last_returns = returns
+        self._last_traced = self._traced[id(function)]
+        return self._last_traced
 
     def call(self, traced: TracedStep, data: Structure, inputs: tf.Tensor) -> list[np.ndarray]:
         """Runs a step on the current device; returns its results as a flat list of arrays on the chief."""
@@ -156,7 +152,8 @@ class WorkerStep:
 
     def custom_logs(self, traced: TracedStep, row: np.ndarray) -> dict[str, Any]:
         """Returns the logs of a step that no metric computes."""
-        flat, end = [], len(row)
+        flat = []
+        end = len(row)
         for value in reversed(tf.nest.flatten(traced.custom_logs)):
             start = end - value.shape.num_elements()
             flat.append(to_python(row[start:end].reshape(value.shape)))
@@ -169,9 +166,11 @@ class WorkerStep:
         number = inputs[2]
         sizes = [len(self._iterations), len(self._scalars), 2 * len(self._seeds)]
         counts, scalars, seeds = tf.split(inputs[3:], sizes)
+        # Metrics start from zero, so that their values after the step are its increments.
         counted = [(v, tf.zeros(v.shape, v.dtype)) for v in self._metrics]
         counted += [(v, tf.cast(counts[index], v.dtype)) for index, v in enumerate(self._iterations)]
         mapped = [(v, tf.cast(scalars[index], v.dtype)) for index, v in enumerate(self._scalars)]
+        # A generator's state is `[seed, counter]`: each step has another seed, and counts its own draws.
         stride = tf.stack([tf.cast(number, tf.int64) * _SEED_STRIDE, tf.constant(0, tf.int64)])
         for index, v in enumerate(self._seeds):
             mapped.append((v, tf.cast(tf.cast(seeds[2 * index : 2 * index + 2], tf.int64) + stride, v.dtype)))
@@ -181,7 +180,8 @@ class WorkerStep:
         generator = random_seeds.StepSeedGenerator(number)
         with generator.installed(), _Scope([*counted, *mapped, *sums], collect_losses=True) as scope:
             examples = batch_splitting.examples(data)
-            examples = None if examples is None else tf.convert_to_tensor(examples)
+            if examples is not None:
+                examples = tf.convert_to_tensor(examples)
             alone = StepContext(examples, is_alone=True)
             with losses.scale_losses_for_replica(self._model, alone):  # outputs' logs are means over examples
                 result = self._step(data)
@@ -191,20 +191,20 @@ class WorkerStep:
             self._tracing = TracedStep()
             return result
         # A log with the name of a metric is that metric's result, unless the step has not updated the metric.
-        start = dict((id(v), value) for v, value in counted)
-        idle = {
-            metric.name
-            for metric in self._model.metrics
-            if all(scope.state_mapping.get(id(v)) is start.get(id(v)) for v in metric.variables)
-        }
+        start = {id(v): value for v, value in counted}
+        idle = set()
+        for metric in self._model.metrics:
+            if all(scope.state_mapping.get(id(v)) is start.get(id(v)) for v in metric.variables):
+                idle.add(metric.name)
         custom_logs = {name: value for name, value in result.items() if name not in results or name in idle}
         self._warn_of_metrics(scope, start)
-        held = {id(value := scope.get_current_value(v)): value for v in self._metrics}
-        computed = {
-            name: custom_logs.pop(name)
-            for name in list(custom_logs)
-            if graph_copies.depends_only_on(lambda t: id(t) in held, custom_logs[name])
-        }
+        ends = [scope.get_current_value(v) for v in self._metrics]
+        held = {id(value): value for value in ends}
+        # Logs that depend on metrics only: the chief computes them from the sums of all steps.
+        computed = {}
+        for name in list(custom_logs):
+            if graph_copies.depends_only_on(lambda t: id(t) in held, custom_logs[name]):
+                computed[name] = custom_logs.pop(name)
         numbers = [scope.get_current_value(v) - start for v, start in counted] + self._numbers(custom_logs)
         packed = tf.concat([tf.reshape(tf.cast(value, tf.float64), [-1]) for value in numbers], 0)
         results_table = None if returns else ResultsTable(self._rows, int(packed.shape[0]))
@@ -217,11 +217,10 @@ class WorkerStep:
     def _warn_of_metrics(self, scope: keras.StatelessScope, start: dict[int, tf.Tensor]) -> None:
         """Warns once of a metric to which the chief cannot add the counts of steps."""
         for metric in keras_metrics.metrics(self._model):
-            state = [start[id(v)] for v in metric.variables if id(v) in start]
-            ends = [scope.get_current_value(v) for v in metric.variables if id(v) in start]
-            if metric.name not in self._no_sums and not all(
-                graph_copies.adds_to(value, end, state) for value, end in zip(state, ends, strict=True)
-            ):
+            variables = [v for v in metric.variables if id(v) in start]
+            state = [start[id(v)] for v in variables]
+            is_sum = all(graph_copies.adds_to(start[id(v)], scope.get_current_value(v), state) for v in variables)
+            if not is_sum and metric.name not in self._no_sums:
                 self._no_sums.add(metric.name)
                 logger.warning(_NO_SUM.format(metric.name))
 
@@ -241,7 +240,8 @@ class WorkerStep:
         Adds to each variable in `sums` the difference between the step's value and the start value in `sums`.
         """
         for variable, start in sums:
-            if (new := scope.state_mapping[id(variable)]) is not start:
+            new = scope.state_mapping[id(variable)]
+            if new is not start:
                 variable.value.assign_add(tf.cast(new, start.dtype) - start)
         for variable in self._servers:
             if id(variable) in scope.state_mapping and all(variable is not summed for summed, _ in sums):
@@ -272,17 +272,18 @@ class WorkerStep:
     def _check(self, function: tf.types.experimental.ConcreteFunction) -> None:
         names = {id(v.handle): v.name for v in function.graph.variables}
         for tensor in function.graph.external_captures:  # except lookup tables: each worker has its own
-            if tensor.dtype == tf.resource and "/job:ps" not in (tensor.device or ""):
-                if id(tensor) not in names:
-                    raise ConfigError(
-                        "The step uses a resource of the chief that is no variable (the writer of tf.summary, for example), which workers "
-                        "cannot reach: leave it out of the step. Return numbers as logs of a train_step, or add a metric, and write "
-                        "summaries in a callback, which runs on the chief."
-                    )
+            if tensor.dtype != tf.resource or "/job:ps" in (tensor.device or ""):
+                continue
+            if id(tensor) not in names:
                 raise ConfigError(
-                    f"The step uses {names[id(tensor)]!r}, which is not on a parameter server: create "
-                    "every layer, metric and optimizer in `with trainer.scope():`."
+                    "The step uses a resource of the chief that is no variable (the writer of tf.summary, for example), which workers "
+                    "cannot reach: leave it out of the step. Return numbers as logs of a train_step, or add a metric, and write "
+                    "summaries in a callback, which runs on the chief."
                 )
+            raise ConfigError(
+                f"The step uses {names[id(tensor)]!r}, which is not on a parameter server: create "
+                "every layer, metric and optimizer in `with trainer.scope():`."
+            )
 
 
 class _Scope(keras.StatelessScope):
@@ -349,9 +350,8 @@ class ResultsTable:
         """
         # A tf.function, because a single operation would hold Python's lock while it waits, and block the watch (`watch.py`).
         table_rows = self._gather(tf.constant(rows, tf.int32)).numpy()
-        return [
-            row[1:] if row[0] == attempt_id else None for row, attempt_id in zip(table_rows, attempt_ids, strict=True)
-        ]
+        pairs = zip(table_rows, attempt_ids, strict=True)
+        return [row[1:] if row[0] == attempt_id else None for row, attempt_id in pairs]
 
     def _read_rows(self, rows: tf.Tensor) -> tf.Tensor:
         with tf.device(_RESULTS_DEVICE):
@@ -371,5 +371,6 @@ def to_python(value: Any) -> Any:
     """Converts logs: a scalar to a float, several numbers to an array, and the values of a dict."""
     if isinstance(value, dict):
         return {name: to_python(item) for name, item in value.items()}
-    value = value.numpy() if isinstance(value, tf.Tensor) else value
+    if isinstance(value, tf.Tensor):
+        value = value.numpy()
     return float(value) if np.ndim(value) == 0 else value

@@ -15,7 +15,14 @@ import tensorflow as tf
 
 from tfdist.aliases import Spec, Structure
 from tfdist.compat.tf_internals import num_replicas, regroup
+from tfdist.errors import ConfigError
+from tfdist.replicas.batch_shares import BatchShares
 from tfdist.strategy import Strategy
+
+_NOT_WHOLE = (
+    "batch_shares='by_speed' divides batches that all workers pass whole. Received: separate data of each worker, or batches without rows. "
+    "Pass arrays, a tf.data.Dataset, arrays_from or records_from, or leave batch_shares out."
+)
 
 ENDED_EARLY = "The data of this worker have ended before those of another one."
 
@@ -32,6 +39,12 @@ class SplitBatch(NamedTuple):
 
     batch: Structure
     counts: tf.Tensor | None
+
+
+class WholeBatch(NamedTuple):
+    """A batch of all replicas that each worker reads whole; the step takes this worker's share (see `BatchShares`)."""
+
+    batch: Structure
 
 
 def examples(batch: Structure) -> tf.Tensor | int | None:
@@ -83,9 +96,16 @@ def split_batches(dataset: tf.data.Dataset, replicas: int, parts: Sequence[int])
         dealt = dataset.map(tf.autograph.experimental.do_not_convert(functools.partial(take, parts[0])))
     else:
         dealt = dataset.flat_map(take_all)
-    if (batches := int(dataset.cardinality())) != tf.data.UNKNOWN_CARDINALITY:
-        dealt = dealt.apply(tf.data.experimental.assert_cardinality(batches if batches < 0 else batches * len(parts)))
-    return dealt.prefetch(len(parts))
+    return with_cardinality(dealt, int(dataset.cardinality()), len(parts)).prefetch(len(parts))
+
+
+def with_cardinality(dataset: tf.data.Dataset, batches: int, parts: int) -> tf.data.Dataset:
+    """Declares that a dataset has `parts` elements for each of `batches` batches, whose number may be a negative cardinality."""
+    if batches == tf.data.UNKNOWN_CARDINALITY:
+        return dataset
+    if batches != tf.data.INFINITE_CARDINALITY:
+        batches *= parts
+    return dataset.apply(tf.data.experimental.assert_cardinality(batches))
 
 
 def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -105,9 +125,8 @@ def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     @tf.autograph.experimental.do_not_convert
     def or_last_example(last: tf.Tensor, dealt: Structure) -> tuple[Structure, SplitBatch]:
         batch, counts = dealt
-        example, components = tf.cond(
-            counts[0, 0] > 0, lambda: (flat(rows_of(batch, 0, 1)), flat(batch)), lambda: (last, last)
-        )
+        has_rows = counts[0, 0] > 0
+        example, components = tf.cond(has_rows, lambda: (flat(rows_of(batch, 0, 1)), flat(batch)), lambda: (last, last))
         return example, SplitBatch(tf.nest.pack_sequence_as(spec, components, expand_composites=True), counts)
 
     def flat(batch: Structure) -> tuple[tf.Tensor, ...]:  # `scan` takes no sparse or ragged tensors
@@ -143,21 +162,32 @@ def is_own(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> bool:
     return bool(strategy.experimental_local_results(dealt.counts)[0].shape[1] == 2)
 
 
+def check_part_of_whole(data: Structure, strategy: tf.distribute.Strategy) -> None:
+    """Raises ConfigError unless data are parts of one batch of all replicas, which `split_whole` has split."""
+    if not isinstance(data, SplitBatch) or is_own(data, strategy):
+        raise ConfigError(_NOT_WHOLE)
+
+
 def local_rows(dealt: SplitBatch, strategy: tf.distribute.Strategy) -> list[int]:
     """Returns, for each replica of this worker, the number of rows that count. Outside of replicas, eagerly."""
     return [int(counts[0, 0]) for counts in strategy.experimental_local_results(dealt.counts)]
 
 
+def whole_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
+    """Returns a dataset of `WholeBatch`es."""
+    make = tf.autograph.experimental.do_not_convert(lambda *element: WholeBatch(batch_of(dataset, element)))
+    return dataset.map(make).prefetch(1)
+
+
 def split_whole(batch: Structure, strategy: Strategy) -> Structure:
     """Splits a batch that every worker passes whole, as a loop splits the batches of a dataset. Outside of replicas.
 
-    Args:
-        batch: Tensors, or None for absent parts. With `strategy.batches_are_parts`, each worker's own part of the batch.
-        strategy: The strategy of the replicas.
-
-    Returns:
-        The `SplitBatch` of each replica of this process; `batch` itself if it is distributed already, or has no rows to split.
+    With `strategy.batches_are_parts` each worker passes its own part of the batch. Returns the `SplitBatch` of each replica of this process;
+    `batch` itself if it is distributed already, or has no rows to split.
     """
+    if isinstance(batch, WholeBatch):
+        local = strategy.experimental_local_results
+        batch = without_optionals(tf.nest.map_structure(lambda value: local(value)[0], batch.batch))
     tensors = [value for value in tf.nest.flatten(batch) if value is not None]
     kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
     has_rows = bool(tensors) and all(isinstance(value, kinds) and value.shape.rank for value in tensors)
@@ -165,7 +195,8 @@ def split_whole(batch: Structure, strategy: Strategy) -> Structure:
         return batch
     if not strategy.batches_are_parts:
         replicas = num_replicas(strategy)
-        return regroup(tuple(_part(batch, number, replicas) for number in strategy.local_replicas))
+        shares = strategy.batch_shares
+        return regroup(tuple(_part(batch, number, replicas, shares) for number in strategy.local_replicas))
     replicas = len(strategy.local_replicas)
     return regroup(tuple(_with_own_count(_part(batch, number, replicas)) for number in range(replicas)))
 
@@ -183,13 +214,17 @@ def counted_rows(outputs: Structure, dealt: SplitBatch) -> Structure:
 
 def position_in_batch(strategy: tf.distribute.Strategy, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the index among `size` examples of the first one in this replica's even part, and `size`. In a replica."""
-    part, replicas = tf.cast(_replica(), tf.int64), num_replicas(strategy)
+    part = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.int64)
     size = tf.cast(size, tf.int64)
-    return part * (size // replicas) + tf.minimum(part, size % replicas), size
+    begin, _ = even_part(part, size, num_replicas(strategy))
+    return begin, size
 
 
-def _replica() -> tf.Tensor:
-    return tf.distribute.get_replica_context().replica_id_in_sync_group
+def even_part(part: tf.Tensor, size: tf.Tensor, parts: int) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the begin and the size of one of the even parts of `size` rows. The first `size % parts` parts have one row more. int64."""
+    shortest = size // parts
+    longer_parts = size % parts
+    return part * shortest + tf.minimum(part, longer_parts), shortest + tf.cast(part < longer_parts, tf.int64)
 
 
 def relax_batch_size(dataset: tf.data.Dataset) -> tf.data.Dataset:
@@ -230,16 +265,21 @@ def num_rows(batch: Structure) -> tf.Tensor:
     return first.dense_shape[0] if isinstance(first, tf.SparseTensor) else tf.shape(first)[0]
 
 
-def _part(batch: Structure, part: tf.Tensor, replicas: int) -> SplitBatch:
-    """Returns one of `replicas` even parts of a batch, in its order. An empty part holds the batch's first example, not counted."""
+def _part(batch: Structure, part: tf.Tensor, replicas: int, shares: BatchShares | None = None) -> SplitBatch:
+    """Returns one of `replicas` parts of a batch, in its order, even without `shares`. An empty part holds the batch's first example, not counted."""
     size = tf.cast(num_rows(batch), tf.int64)
-    part, shortest, longer_parts = tf.cast(part, tf.int64), size // replicas, size % replicas
-    # The first `longer_parts` parts have one example more, so this one begins after `min(part, longer_parts)` of these.
-    count = shortest + tf.cast(part < longer_parts, tf.int64)
-    begin = tf.where(count > 0, part * shortest + tf.minimum(part, longer_parts), 0)
+    if shares:
+        bounds = shares.bounds(size)
+        begin = bounds[part]
+        count = bounds[part + 1] - begin
+        with_examples = tf.math.count_nonzero(bounds[1:] - bounds[:-1])
+    else:
+        begin, count = even_part(tf.cast(part, tf.int64), size, replicas)
+        with_examples = tf.minimum(size, replicas)
+    begin = tf.where(count > 0, begin, 0)
     # Take at least one row, because convolutions, pooling and recurrent layers fail on none. `count` 0 gives it no weight.
     rows = rows_of(batch, begin, begin + tf.maximum(count, 1))
-    return SplitBatch(rows, tf.stack([[count, size, tf.minimum(size, replicas)]]))
+    return SplitBatch(rows, tf.stack([[count, size, with_examples]]))
 
 
 def rows_of(batch: Structure, begin: tf.Tensor, end: tf.Tensor) -> Structure:

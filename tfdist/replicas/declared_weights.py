@@ -14,6 +14,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Function, Structure
+from tfdist.compat import keras_internals
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.errors import ConfigError
 from tfdist.strategy import Strategy
@@ -66,8 +67,12 @@ def combined_variables(model: keras.Model, trains: bool = True) -> list[tf.Varia
     Means are combined only after steps that do not train; after training they are averaged when they are read (see
     `MovingStatistics.synchronized`).
     """
-    kinds = ("sum", "only_first_replica") if trains else ("sum", "only_first_replica", "mean")
-    return [weight.value for weight in model.non_trainable_variables if declared(weight.value) in kinds]
+    kinds = ["sum", "only_first_replica"]
+    if not trains:
+        kinds.append("mean")
+    return [
+        value for value in map(keras_internals.raw_value, model.non_trainable_variables) if declared(value) in kinds
+    ]
 
 
 @contextlib.contextmanager
@@ -89,9 +94,9 @@ def combining(strategy: Strategy, model: keras.Model, trains: bool) -> Iterator[
     before = [[component.read_value() for component in local(variable)] for variable in variables]
 
     def combine(counts: Structure) -> None:
-        has_examples = (
-            [True] * len(before[0]) if counts is None else [tf.reshape(count, [-1])[0] > 0 for count in local(counts)]
-        )
+        has_examples = [True] * len(before[0])
+        if counts is not None:
+            has_examples = [tf.reshape(count, [-1])[0] > 0 for count in local(counts)]
         changes = [_changes(strategy, *pair, has_examples) for pair in zip(variables, before, strict=True)]
         for variable, old, total in zip(variables, before, _sums(strategy, variables, changes), strict=True):
             for component, value in zip(local(variable), old, strict=True):
@@ -114,23 +119,26 @@ def _changes(
     for number, component, old, has in zip(strategy.local_replicas, components, before, has_examples, strict=True):
         with tf.device(component.device):
             wire = _wire(variable.dtype)
-            new, old = (tf.reshape(tf.cast(values, wire), [-1]) for values in (component.read_value(), old))
+            new = tf.reshape(tf.cast(component.read_value(), wire), [-1])
+            old = tf.reshape(tf.cast(old, wire), [-1])
             if declared(variable) == "sum":
-                changes.append(tf.where(has, new - old, tf.zeros_like(old)))
+                change = tf.where(has, new - old, tf.zeros_like(old))
             elif declared(variable) == "mean":
-                changes.append(
-                    tf.where(has, tf.concat([new, tf.ones([1], wire)], 0), tf.zeros([tf.size(new) + 1], wire))
-                )
+                change = tf.concat([new, tf.ones([1], wire)], 0)
+                change = tf.where(has, change, tf.zeros_like(change))
+            elif number == 0:  # only the first replica's value counts
+                change = tf.where(has, new, old)
             else:
-                changes.append(tf.where(has, new, old) if number == 0 else tf.zeros_like(old))
+                change = tf.zeros_like(old)
+            changes.append(change)
     return changes
 
 
 def _combined(kind: Kind | None, before: tf.Tensor, total: tf.Tensor) -> tf.Tensor:
     """Returns the value after a step, from the summed `_changes`."""
     if kind == "mean":
-        total, count = total[:-1], total[-1]
-        total = tf.where(count > 0, total / count, tf.reshape(tf.cast(before, total.dtype), [-1]))
+        count = total[-1]
+        total = tf.where(count > 0, total[:-1] / count, tf.reshape(tf.cast(before, total.dtype), [-1]))
     new = tf.cast(tf.reshape(total, before.shape), before.dtype)
     return before + new if kind == "sum" else new
 

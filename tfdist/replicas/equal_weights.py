@@ -1,5 +1,7 @@
 """Checks of weights without an aggregation, which must be equal on all replicas: counts, and trainable weights that a step updates by hand.
 
+Trained weights that a step does not assign differ only if the optimizer's update does.
+
 Each replica assigns its own copy, from its own part of the batch, and TensorFlow reads one of the copies. A count that depends on the
 data would be the count of one replica, even if all have the same number of examples. Tracing such a step raises ConfigError. Other
 weights are compared after the first step and after each epoch. Untrained floating-point weights are averaged (`MovingStatistics`), which is
@@ -38,6 +40,10 @@ _AVERAGED = (
     'values. If it is a moving mean, create it with aggregation="mean"; if it counts or adds up, with aggregation="sum"; for a maximum, a '
     "queue or a codebook compute it from tfdist.whole_batch(tensor)."
 )
+_BY_OPTIMIZER = (
+    "The weight {} is not the same on all replicas, though no step assigns it: the optimizer's update is not a function of the gradient and "
+    "the optimizer's variables alone. Does it draw random numbers without a seed (keras.utils.set_random_seed), or with run_eagerly=True?"
+)
 _BY_HAND = (
     "The weight {} is not the same on all replicas: a step assigns it what a replica computes from its own part of the batch. Apply "
     "an optimizer (self.optimizer.apply_gradients), or, where each replica has as many examples as any other, average the gradient "
@@ -52,27 +58,27 @@ def guard(strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable]) -
     """
     integers = False
     for weight in weights:
-        variable = weight.value
-        if (
-            isinstance(variable, tf.distribute.DistributedValues)
-            and variable.aggregation == tf.VariableAggregation.NONE
-            and declared_weights.declared(variable) is None
-        ):
-            integers |= variable.dtype.is_integer
-            if not hasattr(variable, _ASSIGNED):
-                setattr(variable, _ASSIGNED, False)
-                for name in dir(variable):
-                    if name.startswith(("assign", "scatter_")):
-                        setattr(variable, name, _guarded(strategy, weight, getattr(variable, name)))
+        variable = keras_internals.raw_value(weight)
+        if not isinstance(variable, tf.distribute.DistributedValues):
+            continue
+        if variable.aggregation != tf.VariableAggregation.NONE or declared_weights.declared(variable) is not None:
+            continue
+        integers |= variable.dtype.is_integer
+        if hasattr(variable, _ASSIGNED):
+            continue
+        setattr(variable, _ASSIGNED, False)
+        for name in dir(variable):
+            if name.startswith(("assign", "scatter_")):
+                setattr(variable, name, _guarded(strategy, weight, getattr(variable, name)))
     return integers
 
 
 def _guarded(strategy: tf.distribute.Strategy, weight: keras.Variable, own: Function) -> Function:
     def assign(*args: Any, **kwargs: Any) -> tf.Variable | tf.Tensor:
         if tf.distribute.get_strategy() is strategy and not tf.distribute.in_cross_replica_context():
-            setattr(weight.value, _ASSIGNED, True)
+            setattr(keras_internals.raw_value(weight), _ASSIGNED, True)
             values = tf.nest.flatten((args, kwargs), expand_composites=True)
-            if weight.value.dtype.is_integer and _depends_on_data(values):
+            if keras_internals.raw_value(weight).dtype.is_integer and _depends_on_data(values):
                 raise ConfigError(_COUNT.format(weight.path))
         return own(*args, **kwargs)
 
@@ -84,7 +90,8 @@ def _depends_on_data(values: Iterable[object]) -> bool:
 
     Values of the whole batch are equal on all replicas, and do not count.
     """
-    pending, seen = list(values), set()
+    pending = list(values)
+    seen = set()
     while pending:
         tensor = pending.pop()
         if not isinstance(tensor, tf.Tensor) or isinstance(tensor, EagerTensor) or id(tensor) in seen:
@@ -115,18 +122,19 @@ def watch_averages(strategy: Strategy, model: keras.Model) -> bool:
         return watched
     owners = {id(weight): layer for layer in keras_internals.layers(model) for weight in layer.non_trainable_variables}
     for weight in model.non_trainable_variables:
-        variable, owner = weight.value, type(owners.get(id(weight), model))
-        if (
-            variable in strategy.statistics
-            and declared_weights.declared(variable) is None
-            and not owner.__module__.startswith("keras.")
-        ):
-            watched = True
-            if not hasattr(variable, _ASSIGNED):
-                setattr(variable, _ASSIGNED, False)
-                label = f"{owner.__name__}: {weight.path}"
-                for name in ("assign", "assign_add", "assign_sub"):
-                    setattr(variable, name, _watched(strategy, label, getattr(variable, name)))
+        variable = keras_internals.raw_value(weight)
+        owner = type(owners.get(id(weight), model))
+        if owner.__module__.startswith("keras."):
+            continue
+        if variable not in strategy.statistics or declared_weights.declared(variable) is not None:
+            continue
+        watched = True
+        if hasattr(variable, _ASSIGNED):
+            continue
+        setattr(variable, _ASSIGNED, False)
+        label = f"{owner.__name__}: {weight.path}"
+        for name in ("assign", "assign_add", "assign_sub"):
+            setattr(variable, name, _watched(strategy, label, getattr(variable, name)))
     return watched
 
 
@@ -148,24 +156,35 @@ def _watched(strategy: Strategy, name: str, own: Function) -> Function:
 def warn_of_averages(strategy: Strategy) -> None:
     """Warns, once and on the first rank, of the weights that `watch_averages` has recorded."""
     noticed = strategy.statistics.undeclared
-    if new := [name for name, warned in noticed.items() if not warned]:
-        noticed |= dict.fromkeys(new, True)
-        if strategy.local_replicas[0] == 0:
-            weights = f"The weight {new[0]} is" if len(new) == 1 else f"The weights {', '.join(new)} are"
-            logger.warning(_AVERAGED.format(weights))
+    new = [name for name, warned in noticed.items() if not warned]
+    noticed |= dict.fromkeys(new, True)
+    if new and strategy.local_replicas[0] == 0:
+        weights = f"The weight {new[0]} is" if len(new) == 1 else f"The weights {', '.join(new)} are"
+        logger.warning(_AVERAGED.format(weights))
 
 
-def check_equal_on_replicas(strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable]) -> None:
-    """Raises ConfigError if this process's replicas hold different values of weights that they assigned; names these weights."""
+def check_equal_on_replicas(
+    strategy: tf.distribute.Strategy, weights: Iterable[keras.Variable], by_optimizer: bool = True
+) -> None:
+    """Raises ConfigError if this process's replicas hold different values of weights that they assigned; names these weights.
+
+    With `by_optimizer` also compares the weights that only the optimizer changes.
+    """
     faults = []
     for weight in weights:
-        if not getattr(weight.value, _ASSIGNED, False):
+        value = keras_internals.raw_value(weight)
+        is_assigned = getattr(value, _ASSIGNED, False)
+        if not is_assigned and not (by_optimizer and weight.trainable):
             continue
-        numbers = [component.numpy() for component in strategy.experimental_local_results(weight.value)]
-        if weight.value.dtype.is_integer and any((number != numbers[0]).any() for number in numbers):
+        components = strategy.experimental_local_results(value)
+        if len(components) == 1:
+            continue
+        numbers = [component.numpy() for component in components]
+        if value.dtype.is_integer and any((number != numbers[0]).any() for number in numbers):
             held = ", ".join(format_value(number.tolist()) for number in numbers)
             faults.append(_COUNT.format(weight.path) + f" The replicas hold {held}.")
         elif not all(np.allclose(value, numbers[0], _ROUNDING, _ROUNDING, equal_nan=True) for value in numbers):
-            faults.append(_BY_HAND.format(weight.path))
+            message = _BY_HAND if is_assigned else _BY_OPTIMIZER
+            faults.append(message.format(weight.path))
     if faults:
         raise ConfigError(faults)

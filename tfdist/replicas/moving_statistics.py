@@ -6,6 +6,7 @@ import contextlib
 import itertools
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import tensorflow as tf
 
@@ -28,6 +29,7 @@ class MovingStatistics:
         self.synchronized = False
         self.undeclared: dict[str, bool] = {}
         self._managed = 0
+        self._local_steps: weakref.WeakSet[Any] = weakref.WeakSet()
         self._strategy = strategy
         # Numbered in the order of their creation, which is the same on all workers.
         self._refs: dict[int, weakref.ref[tf.Variable]] = {}
@@ -42,12 +44,21 @@ class MovingStatistics:
         """Adds a variable, until it is garbage-collected."""
         self._refs[next(self._numbers)] = weakref.ref(variable)
 
+    def add_local(self, local_steps: Any) -> None:
+        """Adds the `LocalSteps` of an optimizer, until it is garbage-collected."""
+        self._local_steps.add(local_steps)
+
+    def show_shared(self) -> None:
+        """Makes models hold the weights that all workers share, where workers train alone (`LocalSteps`). Not a collective."""
+        for local_steps in self._local_steps:
+            local_steps.show(anchor=True)
+
     def __contains__(self, variable: object) -> bool:
         return any(ref() is variable for ref in self._refs.values())
 
     def variables(self) -> list[tf.Variable]:
         """Returns the variables still in use."""
-        return [variable for ref in self._refs.values() if (variable := ref()) is not None]
+        return [variable for variable in (ref() for ref in self._refs.values()) if variable is not None]
 
     def synchronize(self) -> None:
         """Sets every replica's values to their mean over all replicas.
@@ -55,13 +66,15 @@ class MovingStatistics:
         A collective: under several workers, every worker must call it. Until `desynchronize`, reads are
         local, so that one worker alone may save the model.
         """
+        self.show_shared()
         if self._refs and not self.synchronized:
             # References, so that no variable is collected on one worker before this method returns.
             living = self.variables()
             self._drop_deleted_variables()
             names = tuple(self._refs)
             if self._averaged != names:
-                self._averaged, self._average = names, tf.function(self._average_all, autograph=False)
+                self._averaged = names
+                self._average = tf.function(self._average_all, autograph=False)
             if names:
                 self._average()
             del living

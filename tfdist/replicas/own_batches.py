@@ -8,6 +8,14 @@ from tfdist.aliases import Structure
 from tfdist.replicas import batch_splitting
 
 
+def split_among_replicas(dataset: tf.data.Dataset, context: tf.distribute.InputContext) -> tf.data.Dataset:
+    """Splits each batch of a worker into even parts for the worker's replicas."""
+    replicas = context.num_replicas_in_sync // context.num_input_pipelines
+    if replicas == 1:
+        return dataset
+    return split_own_batches(dataset, None, 1, replicas, int(dataset.cardinality()))
+
+
 def split_own_batches(
     dataset: tf.data.Dataset, size: int | None, workers: int, replicas: int, pieces: int
 ) -> tf.data.Dataset:
@@ -30,16 +38,13 @@ def split_own_batches(
 
         @tf.autograph.experimental.do_not_convert
         def part(number: tf.Tensor) -> Structure:
-            begin, replica = number // replicas * piece, number % replicas
-            own_rows = tf.minimum(piece, rows - begin)
-            begin += replica * (own_rows // replicas) + tf.minimum(replica, own_rows % replicas)
-            return batch_splitting.rows_of(
-                batch, begin, begin + own_rows // replicas + tf.cast(replica < own_rows % replicas, tf.int64)
-            )
+            piece_begin = number // replicas * piece
+            own_rows = tf.minimum(piece, rows - piece_begin)
+            begin, count = batch_splitting.even_part(number % replicas, own_rows, replicas)
+            begin += piece_begin
+            return batch_splitting.rows_of(batch, begin, begin + count)
 
         return tf.data.Dataset.range(-(-rows // piece) * replicas).map(part)
 
     parts = dataset.flat_map(split)
-    if pieces != tf.data.UNKNOWN_CARDINALITY:
-        parts = parts.apply(tf.data.experimental.assert_cardinality(pieces if pieces < 0 else pieces * replicas))
-    return parts.prefetch(replicas)
+    return batch_splitting.with_cardinality(parts, pieces, replicas).prefetch(replicas)

@@ -4,13 +4,16 @@
 - `keras.random.*` without a seed draws from a generator of the thread, and each replica is traced in a new thread.
   `GlobalSeedGenerator` replaces it.
 - A seed generator has a state on each replica. `assign_seed` keeps the states apart.
+- An optimizer's update draws the same numbers on all replicas (`UpdateSeeds`).
 """
 
 from __future__ import annotations
 
 import concurrent.futures
 import contextlib
+import functools
 import random
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -37,7 +40,9 @@ def replica_seed(replica: int) -> Iterator[Callable[[int], None]]:
     seed = tf_internals.get_seed(holder)
     depth = tf_internals.graph_depth(holder)
 
-    first, draws, current = tf_internals.get_draws(holder), dict[int, int](), replica
+    first = tf_internals.get_draws(holder)
+    draws: dict[int, int] = {}  # by replica
+    current = replica
 
     def move(to: int) -> None:
         nonlocal current
@@ -115,9 +120,7 @@ def global_seed(strategy: tf.distribute.Strategy, makes: bool = False) -> tf.Var
 class StepSeedGenerator:
     """A replacement of the global generator in a parameter-server step, which any worker may run or repeat.
 
-    Args:
-        step: The number of the step, a scalar.
-        seed: The seed of all steps; None means that the first draw chooses a random seed.
+    `seed` is the seed of all steps; None means that the first draw chooses a random seed.
     """
 
     def __init__(self, step: tf.Tensor, seed: int | None = None):
@@ -141,6 +144,61 @@ class StepSeedGenerator:
             yield
         finally:
             keras_internals.set_global_generator(before)
+
+
+class UpdateSeeds:
+    """Random numbers of an optimizer's update that are equal on all replicas.
+
+    TensorFlow updates the copies of a variable in turn: the first copy draws its seeds, and the others get the same ones.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer):
+        self._optimizer = optimizer
+        self._draws = 0  # the number of random operations before the first copy's update
+        self._seeds: list[tf.Tensor] = []  # of the first copy
+
+    @contextlib.contextmanager
+    def equal(self, variable: tf.Variable) -> Iterator[None]:
+        """Makes the update of a copy draw the seeds of the first copy. Does nothing with one replica, or if copies are not updated in turn."""
+        strategy = tf.distribute.get_strategy()
+        copy = tf_internals.get_update_replica_id()
+        if not isinstance(copy, int) or tf_internals.num_replicas(strategy) == 1:
+            yield
+            return
+        holder = tf_internals.seed_holder()
+        seed = tf_internals.get_seed(holder)
+        if copy == 0:
+            self._draws = tf_internals.get_draws(holder)
+            self._seeds = []
+        known = iter([*self._seeds])
+
+        def draw(own: Callable[[], tf.Tensor], shift: int, ordered: bool = True) -> tf.Tensor:
+            if copy:
+                return next(known)
+            drawn = own()  # in order, because other orders mix the seed with the replica's number
+            self._seeds.append(drawn - tf.stack([tf.constant(shift, drawn.dtype), 0]))
+            return self._seeds[-1]
+
+        everywhere = tf_internals.global_seed()
+        of_variable = None
+        if everywhere is not None:
+            tf_internals.set_seed(holder, (everywhere - SEED_STRIDE) % (2**31 - 1))
+            of_variable = everywhere + zlib.crc32(variable.name.encode())
+        tf_internals.set_draws(holder, self._draws)
+        unnamed: Any = StepSeedGenerator(self._optimizer.iterations, of_variable)
+        own = [value for value in vars(self._optimizer).values() if isinstance(value, keras.random.SeedGenerator)]
+        # Outside of replicas a state reads as that of this process's first replica.
+        shift = strategy.local_replicas[0] * SEED_STRIDE
+        for generator in own:
+            generator.next = functools.partial(draw, generator.next, shift)
+        unnamed.next = functools.partial(draw, unnamed.next, 0)
+        try:
+            with unnamed.installed():
+                yield
+        finally:
+            for generator in own:
+                del generator.next
+            tf_internals.set_seed(holder, seed)
 
 
 def use_entropy_per_worker() -> None:

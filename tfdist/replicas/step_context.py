@@ -35,6 +35,8 @@ class StepContext:
             two optimizers, or apply gradients of an unscaled loss.
         deferred: If a list, the optimizer's `apply` appends (gradients, variables) to it and changes nothing; None means that it applies.
         is_applying: Whether tfdist's `apply`, which reduces the gradients first, is running.
+        gathered: The values of laid-out variables that the step has read, by what gathered them (`strategies/mesh.py`). An update ends them.
+        exchanges_activations: Whether the workers of a model group have exchanged activations in the step (`layers/group_exchanges.py`).
         graph: The graph of the step's trace, in which collectives are allowed; None if the step runs eagerly.
     """
 
@@ -51,6 +53,8 @@ class StepContext:
     weighs_loss: bool = False
     deferred: list[tuple[Any, Any]] | None = None
     is_applying: bool = False
+    gathered: dict[Any, tf.Tensor] = dataclasses.field(default_factory=dict)
+    exchanges_activations: bool = False
     graph: tf.Graph | None = dataclasses.field(
         default_factory=lambda: None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     )
@@ -67,7 +71,8 @@ def current() -> StepContext | None:
 @contextlib.contextmanager
 def running(context: StepContext | None) -> Iterator[None]:
     """Makes `context` the `current` one within the block; None hides the step's context."""
-    before, _replica.context = current(), context
+    before = current()
+    _replica.context = context
     try:
         yield
     finally:

@@ -1,1 +1,1 @@
-"""The process of one task: its memory, signals and exit code, and its progress for the supervisor. No TensorFlow here."""
+"""The process of one task: its end, its reports and its folders; its files, log and memory. No TensorFlow here."""

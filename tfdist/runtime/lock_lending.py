@@ -111,7 +111,8 @@ def _take_signal() -> Callable[[], object]:
     # signals afterwards, and could raise KeyboardInterrupt where no code handles it.
     handler = ctypes.CFUNCTYPE(None)(functools.partial(libc.usleep, _LEND_MICROSECONDS))
     # Not Python's `sigaction`, which uses the signal stack of faulthandler: that stack is too small for this handler.
-    libc.signal.argtypes, libc.signal.restype = [ctypes.c_int, ctypes.c_void_p], ctypes.c_void_p
+    libc.signal.argtypes = [ctypes.c_int, ctypes.c_void_p]
+    libc.signal.restype = ctypes.c_void_p
     before = libc.signal(_SIGNAL, ctypes.cast(handler, ctypes.c_void_p))
 
     def restore(_handler: object = handler) -> None:  # the default keeps the handler alive as long as it may be called
@@ -122,14 +123,13 @@ def _take_signal() -> Callable[[], object]:
 
 def _switches_of_sleeping(process: int, thread: int) -> str | None:
     """Returns the number of context switches of a sleeping thread, or None for a running or ended thread."""
-    with (
-        contextlib.suppress(OSError),
-        open(f"/proc/{process}/task/{thread}/status", encoding="ascii", errors="replace") as lines,
-    ):
-        fields = dict(line.split(":", 1) for line in lines)
-        if fields["State"].split()[0] == "S":
-            return fields["voluntary_ctxt_switches"]
-    return None
+    try:
+        with open(f"/proc/{process}/task/{thread}/status", encoding="ascii", errors="replace") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+    except OSError:  # the thread has ended
+        return None
+    is_sleeping = fields["State"].split()[0] == "S"
+    return fields["voluntary_ctxt_switches"] if is_sleeping else None
 
 
 def _signal_sleepers(parent: int, memory: int) -> None:

@@ -22,7 +22,8 @@ _is_command = False
 def print_always() -> None:
     """Prints lines even if the root logger has handlers; for commands."""
     global _is_command
-    _is_command, logger.propagate = True, False
+    _is_command = True
+    logger.propagate = False
 
 
 def is_terminal() -> bool:

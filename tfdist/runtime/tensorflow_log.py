@@ -59,7 +59,8 @@ def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
         line: The line, without terminal control sequences.
         after_log: Whether the previous line was such a line.
     """
-    if match := CXX_LINE.match(line):
+    match = CXX_LINE.match(line)
+    if match:
         level = match["absl"] or match["tsl"]
         return level == b"I" or (level != b"F" and bool(_HARMLESS.search(match["text"])))
     if _NOTICE.match(line) or _LOST_WORKER.match(line):
@@ -97,14 +98,17 @@ def filtered() -> Iterator[None]:
     reader.stdin.close()
     try:
         yield
-        if tensorflow := sys.modules.get("tensorflow"):
+        tensorflow = sys.modules.get("tensorflow")
+        if tensorflow:
             tensorflow.config.list_physical_devices()  # the first call logs which drivers are absent
     finally:
         sys.stderr.flush()
         os.dup2(stderr, 2)
         os.close(stderr)
-        with contextlib.suppress(subprocess.TimeoutExpired):
+        try:
             reader.wait(_LAST_LINES_SECONDS)
+        except subprocess.TimeoutExpired:  # its last lines follow later
+            pass
 
 
 def _main() -> None:

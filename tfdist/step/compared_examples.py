@@ -24,28 +24,29 @@ def compares_examples(function: Function, y_true: Structure, y_pred: Structure) 
     Evaluates `function` twice, apart from the step, on made-up examples, which are the same on all workers. Returns False if this
     decides nothing: the function rejects them, draws random numbers, assigns variables or calls `tfdist.whole_batch`.
 
-    Args:
-        function: Returns values of `(y_true, y_pred)` with a row for each example.
-        y_true: The labels of a batch, a structure of tensors.
-        y_pred: The predictions, in the same way. The values of both are not used.
+    `function` returns values of `(y_true, y_pred)`, two structures of tensors, with a row for each example. Only their shapes and
+    dtypes are used.
     """
     tensors = tf.nest.flatten((y_true, y_pred))
     if not all(isinstance(tensor, tf.Tensor) and tensor.shape.rank for tensor in tensors):
         return False
-    if (
-        any(tensor.dtype == tf.string for tensor in tensors)
-        or len({tensor.shape[0] for tensor in tensors} - {None}) > 1
-    ):
+    if any(tensor.dtype == tf.string for tensor in tensors):
+        return False
+    if len({tensor.shape[0] for tensor in tensors} - {None}) > 1:
         return False
     shapes = [(len(_CHANGED), *(length or _UNKNOWN_LENGTH for length in tensor.shape[1:])) for tensor in tensors]
     if sum(int(np.prod(shape)) for shape in shapes) > _MOST_NUMBERS:
         return False
     specs = [tf.TensorSpec(shape, tensor.dtype) for shape, tensor in zip(shapes, tensors, strict=True)]
-    generator, num_labels = np.random.default_rng(0), len(tf.nest.flatten(y_true))
+    # Labels of 0 and 1 and predictions between them suit most functions. The second evaluation mirrors some rows, within this range.
+    generator = np.random.default_rng(0)
+    num_labels = len(tf.nest.flatten(y_true))
     labels = [generator.integers(0, 2, shape) for shape in shapes[:num_labels]]
     predictions = [generator.uniform(0, 1, shape) for shape in shapes[num_labels:]]
     before = labels + predictions
-    after = [np.where(np.expand_dims(_CHANGED, tuple(range(1, rows.ndim))), 1 - rows, rows) for rows in before]
+    after = [rows.copy() for rows in before]
+    for rows in after:
+        rows[_CHANGED] = 1 - rows[_CHANGED]
 
     def pack(flat: list[Structure]) -> Structure:
         return tf.nest.pack_sequence_as((y_true, y_pred), flat)
@@ -63,11 +64,11 @@ def compares_examples(function: Function, y_true: Structure, y_pred: Structure) 
 
 
 def _can_run_apart(graph: tf.Graph) -> bool:
-    operations = graph.get_operations()
-    return not any(
-        equal_weights.EQUAL_ON_REPLICAS in op.name or (op.op_def.is_stateful and op.type not in _READING)
-        for op in operations
-    )
+    for op in graph.get_operations():
+        has_effect = op.op_def.is_stateful and op.type not in _READING
+        if has_effect or equal_weights.EQUAL_ON_REPLICAS in op.name:
+            return False
+    return True
 
 
 def _differ(first: tf.Tensor, second: tf.Tensor) -> bool:

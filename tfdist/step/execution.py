@@ -6,8 +6,9 @@ import contextlib
 import functools
 import math
 import re
+import time
 import weakref
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import keras
@@ -15,22 +16,24 @@ import tensorflow as tf
 
 from tfdist.aliases import DataIterator, Function, Logs, Step, Structure
 from tfdist.collectives.communicator import tree_sum
-from tfdist.collectives.own_time import OwnTime
+from tfdist.collectives.own_time import OwnTime, measure_input_wait, tensors_in
 from tfdist.compat import keras_internals, optimizer_search, tf_cluster, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.engine import RunningMeans
 from tfdist.errors import ConfigError, stop_iteration_error
+from tfdist.gradients import local_steps, row_updates, worker_tables
 from tfdist.gradients import optimizer as optimizer_lib
-from tfdist.gradients.optimizer import skipped_updates
+from tfdist.gradients.laid_out_update import update_pieces
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting, declared_weights, equal_weights
-from tfdist.runtime import goodput
-from tfdist.runtime.phase import main as phases
-from tfdist.runtime.phase import phase
-from tfdist.step import empty_replicas, synchronized_norm
-from tfdist.step.empty_replicas import metric_variables
+from tfdist.runtime.report import goodput
+from tfdist.runtime.report.phase import main as phases
+from tfdist.runtime.report.phase import phase
+from tfdist.step import empty_replicas, row_lookups, synchronized_norm
+from tfdist.step.audit import AuditedStep
+from tfdist.step.measured_choices import MeasuredChoice, measured_choices
 from tfdist.step.prediction import Prediction, as_tensor
-from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep
+from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep, undo_skipped_step
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
 from tfdist.strategy import Strategy
 
@@ -71,18 +74,25 @@ class Execution:
         attach(model, compression, nan_policy)
         self.agreed_flags: tf.Tensor | None = None
         self.logs: Mapping[str, Any] | None = None
-        self.measured, self.input_seconds = RunningMeans(), 0.0
+        self.measured = RunningMeans()
+        self.input_seconds = 0.0
         self._stops = nan_policy == "stop"  # "stop" needs the loss of the skipped step
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
         self.step_name = self._replica.name
+        self._is_local = self._replica.trains and bool(self._strategy.sync_every)
         self._fetching, self._is_fetching = _fetch_flag(self._strategy)
         if self._strategy.num_workers > 1 and self._strategy.own_time is None:
             self._strategy.own_time = OwnTime()
             self._strategy.gauges = [*self._strategy.gauges, self._strategy.own_time.seconds]
-        self._end = iter(tf.data.Dataset.range(0))  # raises OutOfRangeError, also within a tf.function
         self._is_traced = not (model.run_eagerly or tf.config.functions_run_eagerly())
+        self._choices: list[MeasuredChoice] | None = None
+        self._done = 0  # steps of the last execution
+        self._start_traces()
+
+    def _start_traces(self) -> None:
+        """Lets the next execution trace the step, again if it was traced."""
         self._batch = self._run_batch
         self._next: Any = self._run_single if self._steps == 1 else self._run_some
         if self._is_traced:
@@ -90,6 +100,7 @@ class Execution:
             self._next = tf.function(self._next, reduce_retracing=True, autograph=False)
         self._of_spec: dict[Any, Function] = {}
         self._of_iterator: Any = weakref.WeakKeyDictionary()
+        self._audited: AuditedStep | None = None
 
     def __call__(self, iterator: DataIterator) -> Mapping[str, Any]:
         """Runs an execution, as Keras' own function does. Raises StopIteration if no batch remains."""
@@ -103,8 +114,9 @@ class Execution:
         if last_logs is None:
             raise StopIteration
         model = self._replica.model
-        is_wrapped = self not in (model.train_function, model.test_function)
-        return self.exact_logs() if is_wrapped else last_logs
+        if self in (model.train_function, model.test_function):
+            return last_logs
+        return self.exact_logs()  # a function of the user's calls this one, and may use the logs of each execution
 
     def run(self, iterator: DataIterator, left: int | None = None) -> Mapping[str, Any] | None:
         """Runs an execution of at most `left` steps. Returns the last step's logs, averaged over the replicas; None if no batch remains.
@@ -128,7 +140,16 @@ class Execution:
         """
 
         def execute() -> Mapping[str, Any]:
+            if self._is_audited(1):
+                data = tf.nest.map_structure(as_tensor, batch)
+                if is_whole:
+                    data = batch_splitting.split_whole(data, self._strategy)
+                audited = self._auditing(tf.nest.map_structure(_relaxed_spec, data, expand_composites=True))
+                if audited:
+                    logs, self.agreed_flags = audited(data)
+                    return logs
             logs, self.agreed_flags = self._batch(tf.nest.map_structure(as_tensor, batch), is_whole)
+            self._done = 1
             return logs
 
         return self._checked(execute)
@@ -136,10 +157,25 @@ class Execution:
     def _checked(self, execute: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         self._strategy.executions += 1
         phases.fetching = self._is_fetching
-        own_time, is_first = self._strategy.own_time, self.logs is None
+        own_time = self._strategy.own_time
+        is_first = self.logs is None
+        if self._is_local:
+            for local in local_steps.of_model(self._replica.model):
+                local.show(anchor=False)
+        if self._choices is None:
+            self._choices = measured_choices(self._replica.model) if self._replica.trains else []
+        is_new = any([choice.begin() for choice in self._choices])
+        if is_new:
+            self._start_traces()
+        began = time.perf_counter()
         try:
-            with phase("step", f"a step ({self.step_name})", is_first):
+            with phase("step", f"a step ({self.step_name})", is_first or is_new):
                 self.logs = own_time.execute(execute, self._replica.trains) if own_time else execute()
+                seconds = time.perf_counter() - began
+                for choice in self._choices:
+                    choice.end(seconds, self._done)
+                    if not choice.is_settled:  # what it tries would mislead the next one
+                        break
                 if is_first:
                     equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
                     equal_weights.warn_of_averages(self._strategy)
@@ -147,22 +183,8 @@ class Execution:
         except StopIteration as e:  # TensorFlow's iterators raise OutOfRangeError
             raise stop_iteration_error(f"The model's {self.step_name}", e) from e
         except tf.errors.InvalidArgumentError as e:
-            for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES, GATHERED_ROWS_ARE_NOT_EXAMPLES):
-                if known in e.message:
-                    raise ConfigError(known) from e
-            if label := re.search(
-                r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)", e.message
-            ):
-                raise ConfigError(
-                    f"A batch has the label {label[1]}, and the model {label[2]} classes: labels go from 0 to {int(label[2]) - 1}."
-                ) from e
-            if "unsupported operations" not in e.message:
-                raise
-            operation = re.search(r"on XLA\w*: (.*?)[ {(]", e.message)
-            raise ConfigError(
-                f"jit_compile=True: XLA cannot compile {operation[1] if operation else 'an operation'} of this model; "
-                "compile the model with jit_compile=False."
-            ) from e
+            _raise_explained(e)
+            raise
 
     def computed_logs(self) -> dict[str, Any]:
         """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""
@@ -177,10 +199,44 @@ class Execution:
         return {name: as_number(value) for name, value in self._replica.model.get_metrics_result().items()}
 
     def _execute(self, iterator: DataIterator, left: int | None) -> Mapping[str, Any]:
-        execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
         steps = self._steps if left is None else min(self._steps, left)
+        if self._is_audited(steps):
+            audited = self._auditing(iterator.element_spec)
+            if audited:
+                return self._execute_audited(audited, iterator, steps)
+        return self._execute_steps(iterator, steps)
+
+    def _is_audited(self, steps: int) -> bool:
+        """Returns whether an audit is due in the next execution of so many steps."""
+        audit = self._strategy.audit
+        return bool(audit and self._replica.trains and audit.is_due(steps))
+
+    def _auditing(self, spec: Structure) -> AuditedStep | None:
+        """Returns the audited step for data of this form; None if it cannot be audited."""
+        if self._audited is None:
+            model = self._replica.model
+            self._audited = AuditedStep(self._strategy.audit, model, model.train_step, self._run_audited)
+        return self._audited if self._audited.can_repeat(spec) else None
+
+    def _run_audited(self, data: Structure) -> tuple[Mapping[str, Any], tf.Tensor | None]:
+        _count_trace()
+        with self._measured_step():
+            return self._reduced(self._run_next(data))
+
+    def _execute_audited(self, audited: AuditedStep, iterator: DataIterator, steps: int) -> Mapping[str, Any]:
+        """Audits the first of up to `steps` steps, and runs the others."""
+        logs, self.agreed_flags = audited(iterator.get_next())
+        if steps > 1:
+            # The data may have ended after the audited step.
+            with contextlib.suppress(tf.errors.OutOfRangeError):
+                return self._execute_steps(iterator, steps - 1)
+        return logs
+
+    def _execute_steps(self, iterator: DataIterator, steps: int) -> Mapping[str, Any]:
+        execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
         logs, self.agreed_flags, waited = execute() if self._steps == 1 else execute(tf.constant(steps))
         seconds, done = map(float, waited)
+        self._done = int(done)
         if not math.isnan(seconds):
             self.input_seconds += seconds
             if self._replica.trains:
@@ -196,7 +252,8 @@ class Execution:
         """
         bound = self._of_iterator.get(iterator)
         if bound is None:
-            spec, tensors = tf.type_spec_from_value(iterator), tf.nest.flatten(iterator, expand_composites=True)
+            spec = tf.type_spec_from_value(iterator)
+            tensors = tf.nest.flatten(iterator, expand_composites=True)
             step_count = () if self._steps == 1 else (tf.TensorSpec([], tf.int32),)
             traced = self._next.get_concrete_function(iterator, *step_count)
             if spec not in self._of_spec:
@@ -211,28 +268,48 @@ class Execution:
 
     def _run_one(self, data: Structure, totals: tf.Tensor | None = None) -> dict[str, tf.Tensor]:
         """Runs one step; returns the packed logs, summed over this process's replicas."""
-        if isinstance(data, batch_splitting.SplitBatch) and totals is None:
-            totals = batch_splitting.count_examples(data, self._strategy)
+        counts = None
+        if isinstance(data, batch_splitting.WholeBatch):
+            data = batch_splitting.split_whole(data, self._strategy)
+        if self._strategy.batch_shares and self._replica.trains:
+            batch_splitting.check_part_of_whole(data, self._strategy)
+        if isinstance(data, batch_splitting.SplitBatch):
+            counts = data.counts
+            if totals is None:
+                totals = batch_splitting.count_examples(data, self._strategy)
+        if self._strategy.batch_record and self._replica.trains:
+            self._strategy.batch_record.add(data)
         if totals is not None:
             empty_replicas.average_statistics(self._replica.model, totals)
-        counts = data.counts if isinstance(data, batch_splitting.SplitBatch) else None
         with declared_weights.combining(self._strategy, self._replica.model, self._replica.trains) as combine:
             if self._replica.counts and tf.executing_eagerly() and self.logs is None:
                 self._replica.check_counts(data)
             with self._strategy.only_known_optimizers(), undo_skipped_step(self._replica, self._stops):
-                packed, moves = self._strategy.run(self._replica, args=(data, totals))
+                packed, counted = self._strategy.run(self._replica, args=(data, totals))
                 if totals is not None:
-                    empty_replicas.move_empty_replicas_statistics(self._replica.model, data, totals, moves)
+                    empty_replicas.leave_out_empty_replicas(self._replica.model, totals, counted)
+            # After a skipped step is undone, so that it adds nothing.
             combine(counts)
+        if self._is_local:
+            for local in local_steps.of_model(self._replica.model):
+                local.after_step(self._own_examples(data))
         local = self._strategy.experimental_local_results
         return {dtype: tree_sum(local(values)) for dtype, values in packed.items()}
+
+    def _own_examples(self, data: Structure) -> tf.Tensor | int:
+        """Returns the number of examples of this worker's first replica; 1 if batches have no axis of examples."""
+        local = self._strategy.experimental_local_results
+        if isinstance(data, batch_splitting.SplitBatch) and data.counts is not None:
+            return local(data.counts)[0][0, 0]
+        examples = batch_splitting.examples(tf.nest.map_structure(lambda value: local(value)[0], data))
+        return 1 if examples is None else examples
 
     def _run_next(self, data: Structure) -> dict[str, tf.Tensor]:
         """Runs one step, as `_run_one` does; raises OutOfRangeError if no replica has an example."""
         if not isinstance(data, batch_splitting.SplitBatch):
             return self._run_one(data)
         totals = batch_splitting.count_examples(data, self._strategy)
-        with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
+        with tf.control_dependencies([tf.cond(totals[0] > 0, lambda: tf.constant(0, tf.int64), _raise_end)]):
             return self._run_one(data, tf.identity(totals))
 
     def _run_batch(self, data: Structure, is_whole: bool) -> tuple[Mapping[str, Any], tf.Tensor | None]:
@@ -299,7 +376,7 @@ class Execution:
         )
         self._replica.number = 0
         # Without any step, raise OutOfRangeError as `iterator.get_next` would: an empty iterator raises it within a graph.
-        with tf.control_dependencies([tf.cond(done > 0, lambda: tf.constant(0, tf.int64), self._end.get_next)]):
+        with tf.control_dependencies([tf.cond(done > 0, lambda: tf.constant(0, tf.int64), _raise_end)]):
             packed = {dtype: tf.ensure_shape(logs[dtype], shape) for dtype, shape in shapes.items()}
             return *self._reduced(packed), (waited, done)
 
@@ -310,9 +387,7 @@ class Execution:
         marked = tf.control_dependencies([self._fetching.assign(True, read_value=False)])
         with marked, self._strategy.own_time.fetching(self._fetching):
             data, seconds = measure_input_wait(get)
-        with tf.control_dependencies(
-            [part for part in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(part)]
-        ):
+        with tf.control_dependencies(tensors_in(data)):
             self._fetching.assign(False, read_value=False)
         return data, seconds
 
@@ -320,13 +395,18 @@ class Execution:
         """Returns the logs and the workers' flags, both averaged over the workers."""
         agreed_flags = None
         if self._strategy.traits.several_processes:
-            if (flags := self._strategy.flags) is not None:
+            flags = self._strategy.flags
+            if flags is not None and self._strategy.mesh:
+                # The logs are summed among workers with equal pieces, so the other workers' flags are added before.
+                with tf.control_dependencies([*packed.values()]):
+                    flags = self._strategy.mesh.sum_in_group(tf.identity(flags))
+            if flags is not None:  # they travel with the logs of their type, without a collective of their own
                 packed = {**packed, _FLAGS_DTYPE: tf.concat([packed.get(_FLAGS_DTYPE, []), flags], 0)}
             per_replica = self._strategy.run(lambda: self._on_first_replica(packed))
             packed = {dtype: self._strategy.reduce("SUM", value, axis=None) for dtype, value in per_replica.items()}
             if flags is not None:
-                logs, agreed_flags = tf.split(packed[_FLAGS_DTYPE], [-1, flags.shape[0]])
-                packed, agreed_flags = {**packed, _FLAGS_DTYPE: logs}, agreed_flags / self._strategy.num_workers
+                packed[_FLAGS_DTYPE], sums = tf.split(packed[_FLAGS_DTYPE], [-1, flags.shape[0]])
+                agreed_flags = sums / self._strategy.num_workers
         replicas = tf_internals.num_replicas(self._strategy)
         return self._replica.unpack({dtype: values / replicas for dtype, values in packed.items()}), agreed_flags
 
@@ -337,10 +417,41 @@ class Execution:
         return packed if is_first else tf.nest.map_structure(tf.zeros_like, packed)
 
 
+def _raise_explained(error: tf.errors.InvalidArgumentError) -> None:
+    """Raises ConfigError if the cause of a step's error is known, and is the user's to change."""
+    for known in (BATCH_NORM_WITHOUT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES, GATHERED_ROWS_ARE_NOT_EXAMPLES):
+        if known in error.message:
+            raise ConfigError(known) from error
+    label = re.search(r"label value of (-?\d+) which is outside the valid range of \[0, (\d+)\)", error.message)
+    if label:
+        raise ConfigError(
+            f"A batch has the label {label[1]}, and the model {label[2]} classes: labels go from 0 to {int(label[2]) - 1}."
+        ) from error
+    if "unsupported operations" in error.message:
+        match = re.search(r"on XLA\w*: (.*?)[ {(]", error.message)
+        operation = match[1] if match else "an operation"
+        raise ConfigError(
+            f"jit_compile=True: XLA cannot compile {operation} of this model; compile the model with jit_compile=False."
+        ) from error
+
+
 def _count_trace() -> None:
     """Counts, within a function's Python body, that it is traced: the execution may compile."""
     if not tf.executing_eagerly():
         phases.traces += 1
+
+
+def _relaxed_spec(value: tf.Tensor) -> tf.TensorSpec:
+    """Returns the form of a value with any number of rows, so that workers with unequal parts trace the same functions."""
+    shape = [None, *value.shape[1:]] if value.shape.rank else value.shape
+    return tf.TensorSpec(shape, value.dtype)
+
+
+def _raise_end() -> tf.Tensor:
+    """Raises OutOfRangeError, also within a tf.function."""
+    # The graph makes the iterator when it needs one. A captured iterator would run its threads as long as anything keeps the graph:
+    # TensorFlow never forgets the graph of a custom gradient.
+    return iter(tf.data.Dataset.range(0)).get_next()
 
 
 def _fetch_flag(strategy: Strategy) -> tuple[Any, Callable[[], bool]]:
@@ -352,52 +463,6 @@ def _fetch_flag(strategy: Strategy) -> tuple[Any, Callable[[], bool]]:
     return flag, lambda: bool(flag.numpy())
 
 
-def measure_input_wait(get: Callable[[], Structure]) -> tuple[Structure, tf.Tensor]:
-    """Returns the result of `get`, and the seconds until all of its tensors were available, a float64 scalar.
-
-    The graph draws its own data, so only the graph can measure how long a step waits for its batch. The seconds are NaN
-    with deterministic operations, because TensorFlow then has no clock.
-    """
-    if tf_internals.is_op_determinism_enabled():
-        return get(), tf.constant(float("nan"), tf.float64)
-    begun = tf.timestamp()
-    with tf.control_dependencies([begun]):
-        data = get()
-    parts = [part for part in tf.nest.flatten(data, expand_composites=True) if tf.is_tensor(part)]
-    with tf.control_dependencies(parts):
-        return data, tf.timestamp() - begun
-
-
-@contextlib.contextmanager
-def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
-    """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
-
-    The batch of a skipped step may have made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep the step's update.
-    """
-    model = replica.model
-    counts = skipped_updates(model) if replica.trains else []
-    if not counts:
-        yield
-        return
-    local = model.distribute_strategy.experimental_local_results
-    variables = [weight.value for weight in model.non_trainable_variables if weight.value.dtype.is_floating]
-    variables += [v for v in declared_weights.combined_variables(model) if not v.dtype.is_floating]
-    variables += [] if keeps_metrics else metric_variables(model)
-    components = [component for variable in variables for component in local(variable)]
-
-    def skipped() -> tf.Tensor:
-        return tf.add_n([local(count)[0].read_value() for count in counts])
-
-    before, number = [component.read_value() for component in components], skipped()
-    yield
-
-    def undo() -> None:
-        for component, value in zip(components, before, strict=True):
-            component.assign(value)
-
-    tf.cond(skipped() > number, undo, lambda: None)
-
-
 def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:
     """Makes Keras use `Execution` and `Prediction` for `model`, and its optimizers reduce gradients before they use them, in place."""
     if not keras_internals.has_replaced_make_function(model):
@@ -405,14 +470,29 @@ def attach(model: keras.Model, compression: Compressor | None = None, nan_policy
     keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
     keras_internals.replace_make_prediction(model, functools.partial(Prediction, model))
     synchronized_norm.synchronize_moments(model)
+    if model.distribute_strategy.mesh is None:
+        row_lookups.look_up_rows(model)
+    several = model.distribute_strategy.num_replicas_in_sync > 1 or model.distribute_strategy.mesh is not None
+    skips = nan_policy != "ignore"
+    sync_every = model.distribute_strategy.sync_every
+    if sync_every:
+        local_steps.check(model)
     for optimizer in optimizer_search.optimizers(model):
-        several = model.distribute_strategy.num_replicas_in_sync > 1
-        if several or nan_policy != "ignore":
-            optimizer_lib.distribute_optimizer(optimizer, compression if several else None, clip_after_reduce=True)
-            if nan_policy != "ignore":
-                optimizer_lib.skip_non_finite(optimizer, model.distribute_strategy)
+        leaf = getattr(optimizer, "inner_optimizer", optimizer)
+        if several or skips or sync_every or worker_tables.clips(leaf, model.trainable_variables):
+            summed_by = compression if several and not sync_every else None
+            optimizer_lib.distribute_optimizer(optimizer, summed_by, clip_after_reduce=True)
         else:
             deduplicate_rows_before_update(optimizer)
+        if model.distribute_strategy.mesh is not None:
+            update_pieces(optimizer, model.distribute_strategy)
+        row_updates.install(optimizer, model.distribute_strategy.row_updates)
+        if several and model.distribute_strategy.shard_optimizer:
+            optimizer_lib.shard(optimizer, model.distribute_strategy)
+        if sync_every:
+            optimizer_lib.train_locally(optimizer, model.distribute_strategy, compression)
+        if skips:
+            optimizer_lib.skip_non_finite(optimizer, model.distribute_strategy)
 
 
 def as_number(value: Structure) -> Any:

@@ -67,19 +67,21 @@ def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: 
     def copy(tensor: tf.Tensor) -> Structure:
         if _is_constant(tensor):
             return tf.convert_to_tensor(tensor)
-        if id(tensor) not in copies:
-            if (replaced := now(tensor)) is not None:
-                copies[id(tensor)] = replaced
-                return replaced
-            op = tensor.op
-            copied_op = graph.create_op(
-                op.type,
-                [copy(tensor) for tensor in op.inputs],
-                [output.dtype for output in op.outputs],
-                attrs={name: op.node_def.attr[name] for name in op.node_def.attr},
-                op_def=op.op_def,
-            )
-            copies.update((id(old), new) for old, new in zip(op.outputs, copied_op.outputs, strict=True))
+        if id(tensor) in copies:
+            return copies[id(tensor)]
+        replaced = now(tensor)
+        if replaced is not None:
+            copies[id(tensor)] = replaced
+            return replaced
+        op = tensor.op
+        copied_op = graph.create_op(
+            op.type,
+            [copy(tensor) for tensor in op.inputs],
+            [output.dtype for output in op.outputs],
+            attrs={name: op.node_def.attr[name] for name in op.node_def.attr},
+            op_def=op.op_def,
+        )
+        copies.update((id(old), new) for old, new in zip(op.outputs, copied_op.outputs, strict=True))
         return copies[id(tensor)]
 
     return tf.nest.map_structure(copy, values)
@@ -87,7 +89,9 @@ def copy_to_current_graph(now: Callable[[tf.Tensor], tf.Tensor | None], values: 
 
 def depends_only_on(is_source: Callable[[tf.Tensor], bool], values: Structure) -> bool:
     """Returns whether `values`, a structure of tensors, depend only on constants and on tensors (at least one) for which `is_source` is true."""
-    pending, seen, has_source = list(tf.nest.flatten(values)), set(), False
+    pending = list(tf.nest.flatten(values))
+    seen = set()
+    has_source = False
     while pending:
         tensor = pending.pop()
         if _is_constant(tensor) or id(tensor) in seen:
@@ -117,7 +121,8 @@ def depends_on(sources: Structure, value: tf.Tensor) -> bool:
     if isinstance(value, EagerTensor):
         return True
     source_ids = {id(source) for source in tf.nest.flatten(sources, expand_composites=True)}
-    pending, seen = [value], set()
+    pending = [value]
+    seen = set()
     while pending:
         tensor = pending.pop()
         if id(tensor) in source_ids:
@@ -158,12 +163,14 @@ def trace_apart(fn: Function, specs: Sequence[Structure]) -> tuple[Structure, An
     It is traced in a new thread, outside of the replicas, because a function within a replica's step could not assign the
     replicas' variables. `keras.random` draws from a separate generator there, so that the steps' random numbers do not change.
     """
-    strategy, results = tf.distribute.get_strategy(), []
+    strategy = tf.distribute.get_strategy()
+    results = []
 
     def record(*args: Any) -> Structure:
         with step_context.running(StepContext(None, is_alone=True)):
-            results.append(fn(*args))
-        return results[-1] if tf.is_tensor(results[-1]) else None
+            result = fn(*args)
+        results.append(result)
+        return result if tf.is_tensor(result) else None  # a traced function cannot return other objects
 
     def trace() -> Any:
         with strategy.scope(), random_seeds.StepSeedGenerator(tf.constant(0), seed=1).installed():

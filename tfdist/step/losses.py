@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Structure
-from tfdist.compat import call_stack, keras_internals, keras_losses, tf_internals
+from tfdist.compat import call_stack, keras_internals, keras_losses, tf_internals, unsupported
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
 from tfdist.replicas import step_context
@@ -21,7 +21,7 @@ from tfdist.replicas.step_context import StepContext
 from tfdist.step import metrics, whole_batch
 from tfdist.step.compared_examples import compares_examples
 from tfdist.step.graph_copies import depends_on, trace_apart
-from tfdist.step.totals import divide_by_share, is_total, total
+from tfdist.step.totals import divide_by_share, is_total, sum_dtype, total
 
 Kind = Literal["examples", "compared", "whole", "total"]
 
@@ -111,6 +111,8 @@ class _CompiledLoss:
         return getattr(self.loss, name)
 
     def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: Structure = None) -> Structure:
+        if y_true is None:
+            raise ConfigError(unsupported.NO_LABELS)
         step = step_context.current()
         if step is None or step.is_alone:
             return self.loss(y_true, y_pred, sample_weight)
@@ -125,7 +127,8 @@ class _CompiledLoss:
         share = step.part()
         if self.loss.reduction == "sum":
             return divide_by_share(value, share)
-        if (divisor := self._divisor(mask, sample_weight, value.dtype)) is None:
+        divisor = self._divisor(mask, sample_weight, value.dtype)
+        if divisor is None:
             return value
         if step.is_compiled:
             raise ConfigError(
@@ -137,9 +140,9 @@ class _CompiledLoss:
         context = tf.distribute.get_replica_context()
         total = context.all_reduce(tf.distribute.ReduceOp.SUM, divisor)
         context.strategy.decorrelate_random_numbers()  # other replicas were traced while this one waited
-        return value * tf.cast(
-            tf.math.divide_no_nan(divisor, total * gradient_lists.factor(share, total.dtype)), value.dtype
-        )
+        # This replica's part of the mean over all replicas is value * divisor / total. The step will multiply it by the share.
+        weight = tf.math.divide_no_nan(divisor, total * gradient_lists.factor(share, total.dtype))
+        return value * tf.cast(weight, value.dtype)
 
     def _find_kind(self, y_true: Structure, y_pred: Structure) -> Kind:
         """Returns "examples" for one value per example, "total" for a number declared by `total`, "whole" if it needs the whole batch.
@@ -150,7 +153,9 @@ class _CompiledLoss:
         function = getattr(self.loss, "fn", None)
         if type(self.loss).__call__ is not keras.losses.Loss.__call__:
             return "whole"
-        implementations = [type(self.loss).call, *([] if function is None else [function])]
+        implementations = [type(self.loss).call]
+        if function is not None:
+            implementations.append(function)
         if all((getattr(code, "__module__", None) or "").startswith("keras.") for code in implementations):
             is_batch_loss = isinstance(self.loss, _BATCH_LOSSES) or function in _BATCH_LOSS_FUNCTIONS
             return "whole" if is_batch_loss else "examples"
@@ -171,7 +176,8 @@ class _CompiledLoss:
         return self.loss.call(*rows)
 
     def _of_whole_batch(self, step: StepContext, y_true: Any, y_pred: Any, sample_weight: Any) -> Any:
-        if (reason := whole_batch.obstacle(step, self.loss.dtype, (y_true, y_pred, sample_weight))) is not None:
+        reason = whole_batch.obstacle(step, self.loss.dtype, (y_true, y_pred, sample_weight))
+        if reason is not None:
             if self._kind == "compared":
                 raise ConfigError(_COMPARED.format(self.loss.name, reason))
             if not self._warned:
@@ -194,7 +200,7 @@ class _CompiledLoss:
         reduction = self.loss.reduction
         if mask is None and (sample_weight is None or reduction in _MEANS):
             return None
-        wide = tf.float64 if dtype == tf.float64 else tf.float32
+        wide = sum_dtype(dtype)
         if reduction in _MEANS:
             return tf.reduce_sum(tf.cast(mask, wide))
         weights = None if sample_weight is None else tf.convert_to_tensor(sample_weight)
@@ -210,7 +216,8 @@ class _AddedLoss:
         self._warned: set[str] = set()
 
     def __call__(self, loss: keras.losses.Loss) -> Structure:
-        total, step = self._add(loss), step_context.current()
+        total = self._add(loss)
+        step = step_context.current()
         if step is None or step.is_alone:
             return total
         if loss.shape.rank:

@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Structure
 from tfdist.compat import keras_metrics
-from tfdist.compat.tf_internals import num_replicas
+from tfdist.compat.tf_internals import all_reduce, num_replicas
 from tfdist.replicas import step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import whole_batch
@@ -80,10 +80,13 @@ def replace_after_build(compiled: Any, replace: Callable[[], None]) -> None:
 
 def _replace_updates(metrics: Iterable[keras.metrics.Metric]) -> None:
     for metric in metrics:
-        if "update_state" not in vars(metric) and (known := kind(metric)) != "examples":
+        if "update_state" in vars(metric):
+            continue
+        known = kind(metric)
+        if known != "examples":
             metric.update_state = _WholeBatchUpdate(metric, known)
-            if known == "state":
-                metric.result = functools.partial(_result_of_state, metric, metric.result)
+        if known == "state":
+            metric.result = functools.partial(_result_of_state, metric, metric.result)
 
 
 class _WholeBatchUpdate:
@@ -108,7 +111,8 @@ class _WholeBatchUpdate:
         self._kind = self._kind or self._kind_of_function(*args, **kwargs)
         if self._kind == "examples":
             return self._update(*args, **kwargs)
-        if (obstacle := self._obstacle(step, args, kwargs)) is not None:
+        obstacle = self._obstacle(step, args, kwargs)
+        if obstacle is not None:
             self.has_seen_whole_batch = False
             if not self._warned:
                 logger.warning(_PARTS_COUNTED.format(self._metric.name, obstacle))
@@ -117,6 +121,8 @@ class _WholeBatchUpdate:
         self.has_seen_whole_batch = True
         whole_args, whole_kwargs = whole_batch.gathered_values(step, (args, kwargs))
         variables = self._metric.variables
+        # A mean adds to its variables, so it may start from 0, and the result is added afterwards. A custom update may compute anything
+        # from its state, so it starts from the state of all replicas.
         before = [tf.zeros(v.shape, v.dtype) for v in variables] if self._kind == "mean" else summed(variables)
         with step_context.running(None), _holding(variables, before) as scope:
             self._update(*whole_args, **whole_kwargs)
@@ -167,11 +173,10 @@ def summed(variables: Sequence[keras.Variable]) -> list[tf.Tensor]:
     """Returns the sums over replicas of a metric's variables. A collective."""
     if not variables:
         return []
-    context = tf.distribute.get_replica_context()
     # One message; float64 holds counts, too.
     packed = tf.concat([tf.reshape(tf.cast(v.value, tf.float64), [-1]) for v in variables], 0)
-    total = context.all_reduce(tf.distribute.ReduceOp.SUM, packed)
-    context.strategy.decorrelate_random_numbers()  # this replica has waited for the others
+    total = all_reduce(tf.distribute.ReduceOp.SUM, packed)
+    tf.distribute.get_strategy().decorrelate_random_numbers()  # this replica has waited for the others
     parts = tf.split(total, [math.prod(v.shape) for v in variables])
     return [tf.cast(tf.reshape(part, v.shape), v.dtype) for part, v in zip(parts, variables, strict=True)]
 

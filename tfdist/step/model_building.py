@@ -26,7 +26,8 @@ from tfdist.compat import (
     tf_internals,
     unsupported,
 )
-from tfdist.runtime.phase import phase
+from tfdist.errors import ConfigError
+from tfdist.runtime.report.phase import phase
 from tfdist.strategy import Strategy
 
 # For each step, the ids of the objects that its trace leaves unbuilt.
@@ -43,17 +44,31 @@ def build(model: keras.Model, step: str, batch: Structure, parts: int | None = N
     unused = _unused.setdefault(model, {})
     with phase("building", is_first=True), model.distribute_strategy.scope():
         if keras_internals.is_keras_method(model, step):
+            _check_labels(model, batch)
             _by_call(model, batch)
-        elif (unbuilt := _unbuilt(model) - unused.get(step, set())) and not _by_keras_step(model, step, unbuilt):
+            return
+        unbuilt = _unbuilt(model) - unused.get(step, set())
+        if not unbuilt or _by_keras_step(model, step, unbuilt):
+            return
+        try:
+            trace(getattr(model, step), model, batch)
+        except Exception as e:
+            # A step that runs eagerly may contain code that cannot be traced. Build the model as Keras does; if that fails, too, the
+            # step's own error says more.
             try:
-                trace(getattr(model, step), model, batch)
-            except Exception as e:
-                try:
-                    _by_call(model, batch)
-                except Exception:
-                    unsupported.check_traced(e)
-                    raise e from e.__cause__
-            unused[step] = _unbuilt(model)
+                _by_call(model, batch)
+            except Exception:
+                unsupported.check_traced(e)
+                raise e from e.__cause__
+        unused[step] = _unbuilt(model)
+
+
+def _check_labels(model: keras.Model, batch: Structure) -> None:
+    """Raises ConfigError if the compiled loss gets no labels."""
+    _, labels, _ = keras.utils.unpack_x_y_sample_weight(batch)
+    compares = keras_losses.compiled_loss(model) and keras_internals.is_keras_method(model, "compute_loss")
+    if compares and tf.nest.map_structure(_present, labels) is None:
+        raise ConfigError(unsupported.NO_LABELS)
 
 
 def _by_call(model: keras.Model, batch: Structure) -> None:
@@ -79,9 +94,9 @@ def _by_keras_step(model: keras.Model, step: str, unbuilt: set[int]) -> bool:
 def _calls_keras_step(kind: type[keras.Model], step: str) -> bool:
     """Returns whether each override of Keras' method `step` calls the method that it overrides, and none uses the optimizer."""
     for cls in kind.__mro__[: kind.__mro__.index(keras.Model)]:
-        if (method := vars(cls).get(step)) is None:
+        if step not in vars(cls):
             continue
-        code = getattr(method, "__code__", None)  # a tf.function has none
+        code = getattr(vars(cls)[step], "__code__", None)  # a tf.function has none
         names = code.co_names if code else ()
         if not {"super", step} <= set(names) or "optimizer" in names:
             return False
@@ -141,7 +156,8 @@ def _placeholder(value: Structure) -> Structure:
         return tf.nest.map_structure(
             lambda spec: tf.compat.v1.placeholder(spec.dtype, spec.shape), value, expand_composites=True
         )
-    return tf.compat.v1.placeholder(value.dtype, [None, *value.shape[1:]] if len(value.shape) else ())
+    shape = [None, *value.shape[1:]] if len(value.shape) else ()
+    return tf.compat.v1.placeholder(value.dtype, shape)
 
 
 @contextlib.contextmanager

@@ -15,6 +15,7 @@ from tfdist.errors import stop_iteration_error
 from tfdist.replicas import batch_splitting, declared_weights, equal_weights, step_context
 from tfdist.replicas.batch_splitting import SplitBatch
 from tfdist.replicas.step_context import StepContext
+from tfdist.step import split_layers
 
 
 def as_tensor(value: Structure) -> Structure:
@@ -62,7 +63,7 @@ class Prediction:
     def _run_one(self, data: Structure, is_whole: bool) -> Structure:
         """Predicts one batch."""
         counts = equal_weights.guard(self._strategy, self._model.weights)
-        if is_whole:
+        if is_whole or isinstance(data, batch_splitting.WholeBatch):
             data = batch_splitting.split_whole(data, self._strategy)
 
         def replica(data: Structure) -> Structure:
@@ -81,10 +82,14 @@ class Prediction:
         return keras_loops.concatenate_replicas(outputs, self._strategy, self._strategy.traits.several_processes)
 
     def _context(self, data: SplitBatch) -> StepContext:
-        rows, position = batch_splitting.examples(data.batch), None
-        examples = rows if data.counts is None else data.counts[0, 0]
-        if data.counts is not None and data.counts.shape[1] == 3:
-            position = functools.partial(batch_splitting.position_in_batch, self._strategy, data.counts[0, 1])
+        split_layers.split_layers(self._model)
+        rows = examples = batch_splitting.examples(data.batch)
+        position = None
+        if data.counts is not None:
+            examples = data.counts[0, 0]
+            # An even part of a batch of all replicas.
+            if data.counts.shape[1] == 3 and not self._strategy.batch_shares:
+                position = functools.partial(batch_splitting.position_in_batch, self._strategy, data.counts[0, 1])
         return StepContext(
             None if examples is None else tf.convert_to_tensor(examples),
             rows=rows,

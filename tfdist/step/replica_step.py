@@ -13,10 +13,12 @@ import tensorflow as tf
 from tfdist.aliases import Function, Logs, Step, Structure
 from tfdist.collectives import own_time
 from tfdist.compat import keras_internals
+from tfdist.compat.tf_internals import all_reduce
 from tfdist.errors import ConfigError
-from tfdist.replicas import batch_splitting, equal_weights, step_context
+from tfdist.gradients.optimizer import skipped_updates
+from tfdist.replicas import batch_splitting, declared_weights, equal_weights, step_context
 from tfdist.replicas.step_context import StepContext
-from tfdist.step import empty_replicas, losses, model_building
+from tfdist.step import empty_replicas, losses, model_building, split_layers
 from tfdist.step.graph_copies import ComputedLogs
 
 BATCH_NORM_WITHOUT_EXAMPLES = (
@@ -39,12 +41,15 @@ class ReplicaStep:
         self.name = getattr(step, "__name__", "step")  # a callable object has none
         self.trains = step == model.train_step
         self._replicas = model.distribute_strategy.num_replicas_in_sync
+        self._is_local = self.trains and bool(model.distribute_strategy.sync_every)
+        self._is_alone = self._replicas == 1 or self._is_local  # a worker that trains alone has one replica
         self.counts = self._replicas > 1 and equal_weights.guard(model.distribute_strategy, model.weights)
         # A static batch size is a constant, whose dependence on the data would not be detected.
         self._relaxes = equal_weights.watch_averages(model.distribute_strategy, model) or self.counts
         # Keras' own step scales one loss and applies its gradients once.
         self._by_loss = keras_internals.is_keras_method(model, "train_step")
-        overridable = ("train_step" if self.trains else "test_step", "compute_metrics", "get_metrics_result")
+        step_method = "train_step" if self.trains else "test_step"
+        overridable = (step_method, "compute_metrics", "get_metrics_result")
         self.computes_logs = not all(keras_internals.is_keras_method(model, name) for name in overridable)
         self.computed: ComputedLogs | None = None
         self._compiles = model.jit_compile and not model.run_eagerly
@@ -56,17 +61,14 @@ class ReplicaStep:
     def __call__(self, data: Structure, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         """Runs the step on this replica's batch or split batch; `totals` is the result of `batch_splitting.count_examples`.
 
-        Returns the packed logs, and the changes of the statistics (see `empty_replicas.snapshot_statistics`).
+        Returns the packed logs, and the replica's part of the sums of the statistics (see `empty_replicas.snapshot_metrics`).
         """
         # Operations that need no data (counting the step, drawing a dropout mask) must not run after the data have ended.
-        inputs = tf.nest.flatten((data, totals), expand_composites=True)
-        with tf.control_dependencies([tensor for tensor in inputs if isinstance(tensor, tf.Tensor)]):
+        with tf.control_dependencies(own_time.tensors_in((data, totals))):
             data = batch_splitting.without_optionals(data)
-            return (
-                self._run_split_batch(data, totals)
-                if isinstance(data, batch_splitting.SplitBatch)
-                else (self._run_unsplit_batch(data), [])
-            )
+            if isinstance(data, batch_splitting.SplitBatch):
+                return self._run_split_batch(data, totals)
+            return self._run_unsplit_batch(data), []
 
     def check_counts(self, data: Structure) -> None:
         """Traces the step, because eager values do not show whether they depend on data. Outside of replicas.
@@ -88,50 +90,54 @@ class ReplicaStep:
 
     def _run_split_batch(self, dealt: Structure, totals: Structure) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
         data, counts = dealt
+        if self._relaxes:
+            data = batch_splitting.relax_size(data)
         own_count = counts[0, 0]
-        examples, all_examples = tf.cast(own_count, tf.float64), tf.cast(totals[0], tf.float64)
+        examples = tf.cast(own_count, tf.float64)
+        all_examples = tf.cast(totals[0], tf.float64)
         if self.trains and self._replicas > 1 and self.model.distribute_strategy.traits.shared_variables:
             # All replicas share one copy of the statistics.
             data = self._check_batch_norm_has_examples(data, self._replicas - totals[1])
-        after = empty_replicas.snapshot_statistics(self.model, own_count, totals)
+        after = empty_replicas.snapshot_metrics(self.model, own_count, totals)
         position = None
-        if counts.shape[1] == 3:  # a part of a batch of all replicas, not a batch of this replica alone
+        # An even part of a batch of all replicas, not a batch of this replica alone.
+        if counts.shape[1] == 3 and not self.model.distribute_strategy.batch_shares:
             position = functools.partial(
                 batch_splitting.position_in_batch, self.model.distribute_strategy, counts[0, 1]
             )
         packed = self._run(data, tf.cast(own_count, tf.int32), lambda: examples / all_examples, position)
-        moves = after()
+        counted = after()
         # The logs are averaged over the replicas, each weighted by its number of examples.
         weight = examples * self._replicas / all_examples
         packed = {name: tf.math.multiply_no_nan(logs, tf.cast(weight, logs.dtype)) for name, logs in packed.items()}
-        return packed, moves
+        return packed, counted
 
     def _run_unsplit_batch(self, data: Structure) -> dict[str, tf.Tensor]:
-        examples, context = batch_splitting.examples(data), tf.distribute.get_replica_context()
+        examples = batch_splitting.examples(data)
         if self._relaxes:
             data = batch_splitting.relax_size(data)
-        if examples is None or isinstance(examples, int):
-            if examples is None:
-                return self._run(data, None, lambda: 1 / self._replicas, None)
+        if examples is None:
+            return self._run(data, None, lambda: 1 / self._replicas, None)
+        if isinstance(examples, int):
             size = examples * self._replicas
             position = functools.partial(batch_splitting.position_in_batch, self.model.distribute_strategy, size)
             return self._run(data, tf.constant(examples), lambda: 1 / self._replicas, position)
+        context = tf.distribute.get_replica_context()
         # float64 suits losses of any precision. The second value counts replicas without examples, which no replica knows alone.
         counts = tf.stack([tf.cast(examples, tf.float64), tf.cast(tf.equal(examples, 0), tf.float64)])
+
+        def all_counts() -> tf.Tensor:
+            return all_reduce(tf.distribute.ReduceOp.SUM, counts)
+
         if not self.trains or self._replicas == 1:  # a test step rarely needs its share
-            return self._run(
-                data, examples, lambda: counts[0] / context.all_reduce(tf.distribute.ReduceOp.SUM, counts)[0], None
-            )
-        sums = own_time.leave_out_wait(
-            context.strategy, counts, lambda: context.all_reduce(tf.distribute.ReduceOp.SUM, counts)
-        )
+            return self._run(data, examples, lambda: counts[0] / all_counts()[0], None)
+        sums = own_time.leave_out_wait(context.strategy, counts, all_counts)
         # The step waits for `sums`, so that this wait does not overlap with its work.
         if own_time.own_time_of(context.strategy):
             with tf.control_dependencies([sums]):
                 data = tf.nest.map_structure(lambda v: None if v is None else tf.identity(v), data)
-        return self._run(
-            self._check_batch_norm_has_examples(data, sums[1]), examples, lambda: counts[0] / sums[0], None
-        )
+        data = self._check_batch_norm_has_examples(data, sums[1])
+        return self._run(data, examples, lambda: counts[0] / sums[0], None)
 
     def _run(
         self,
@@ -143,13 +149,16 @@ class ReplicaStep:
         """Runs the step on a batch of which `examples` rows count; `part` returns this replica's share of the batch of all replicas."""
         context = tf.distribute.get_replica_context()
         strategy = context.strategy
-        if self._replicas == 1:
-            part = lambda: None  # noqa: E731
-        share = part() if self.trains or self._compiles else None
+        share = None
+        if not self._is_alone and (self.trains or self._compiles):
+            share = part()  # may be a collective, which XLA does not compile
+        elif self._is_local and examples is not None:
+            share = tf.cast(examples > 0, tf.float64)
         strategy.decorrelate_random_numbers()  # a collective may have waited for the other replicas
         with strategy.as_one_replica():
             if not self._compiles:
-                known = (lambda: share) if self.trains else part
+                # A test step counts its examples together with the other replicas only if a loss or metric asks for the share.
+                known = part if not (self._is_alone or self.trains) else lambda: share
                 with self._within(data, share, examples, known, position):
                     return self._pack(self._step(data))
             replica = int(tf.get_static_value(context.replica_id_in_sync_group))
@@ -179,6 +188,7 @@ class ReplicaStep:
         part: Callable[[], Structure],
         position: Callable[[], tuple[tf.Tensor, tf.Tensor]] | None,
     ) -> Iterator[StepContext]:
+        split_layers.split_layers(self.model)
         context = StepContext(
             examples,
             part,
@@ -187,7 +197,7 @@ class ReplicaStep:
             number=self.number,
             data=data,
             is_compiled=self._compiles,
-            is_alone=self._replicas == 1,
+            is_alone=self._is_alone,
             optimizer=self.model.optimizer,
             gradient_weight=share,
             weighs_loss=self._by_loss,
@@ -200,7 +210,7 @@ class ReplicaStep:
         if not any(isinstance(layer, keras.layers.BatchNormalization) for layer in keras_internals.layers(self.model)):
             return data
         assertion = tf.debugging.Assert(tf.equal(num_empty_replicas, 0), [BATCH_NORM_WITHOUT_EXAMPLES], summarize=1)
-        with tf.control_dependencies([assertion] if assertion is not None else []):
+        with tf.control_dependencies([assertion]):
             return tf.nest.map_structure(tf.identity, data)
 
     def _pack(self, logs: Logs) -> dict[str, tf.Tensor]:
@@ -237,3 +247,37 @@ class ReplicaStep:
 def _packed_dtype(value: tf.Tensor) -> tf.DType:
     narrow, wide = PACKED
     return narrow if value.dtype in (narrow, tf.float16, tf.bfloat16, tf.bool) else wide
+
+
+@contextlib.contextmanager
+def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
+    """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
+
+    The batch of a skipped step may have made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep the step's update.
+    """
+    model = replica.model
+    counts = skipped_updates(model) if replica.trains else []
+    if not counts:
+        yield
+        return
+    local = model.distribute_strategy.experimental_local_results
+    variables = [
+        value for value in map(keras_internals.raw_value, model.non_trainable_variables) if value.dtype.is_floating
+    ]
+    variables += [v for v in declared_weights.combined_variables(model) if not v.dtype.is_floating]
+    if not keeps_metrics:
+        variables += empty_replicas.metric_variables(model)
+    components = [component for variable in variables for component in local(variable)]
+
+    def skipped() -> tf.Tensor:
+        return tf.add_n([local(count)[0].read_value() for count in counts])
+
+    before = [component.read_value() for component in components]
+    number = skipped()
+    yield
+
+    def undo() -> None:
+        for component, value in zip(components, before, strict=True):
+            component.assign(value)
+
+    tf.cond(skipped() > number, undo, lambda: None)

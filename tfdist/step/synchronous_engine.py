@@ -34,21 +34,20 @@ class SynchronousEngine(Engine):
         attach(model, self.compressor, self.nan_policy)
 
     def source(self, dataset: Data, steps: int | None) -> DataSource:
-        source: DataSource = self.strategy.source(dataset, steps)
-        return source
+        return self.strategy.source(dataset, steps)
 
     def source_from_function(self, make: Callable[[tf.distribute.InputContext], tf.data.Dataset]) -> DataSource:
-        source: DataSource = self.strategy.source_from_function(make)
-        return source
+        return self.strategy.source_from_function(make)
 
     def source_from_stored(self, data: StoredData, start: int, steps: int | None) -> DataSource:
-        source: DataSource = self.strategy.source_from_stored(data, start, steps)
-        return source
+        return self.strategy.source_from_stored(data, start, steps)
 
     def run(self, function: StepFunction, iterator: DataIterator, remaining_steps: int | None) -> Logs:
         if isinstance(function, Execution):
             return function.run(iterator, remaining_steps)
-        return run_to_end(function, UndrawnIterator(iterator) if self.num_replicas > 1 else iterator)
+        if self.num_replicas > 1:
+            iterator = UndrawnIterator(iterator)
+        return run_to_end(function, iterator)
 
     def run_batch(self, function: StepFunction, batch: Structure, is_whole: bool = True) -> Logs:
         if isinstance(function, Execution):
@@ -57,7 +56,7 @@ class SynchronousEngine(Engine):
         return function(iter([batch]))
 
     def own_step_ms(self, model: keras.Model, steps: int) -> Mapping[str, float]:
-        own_time, function = self.strategy.own_time, model.train_function
+        own_time = self.strategy.own_time
         if own_time is None or self.ranks is None or self.ranks.size == 1:
             return {}
         seconds = own_time.take()
@@ -67,8 +66,8 @@ class SynchronousEngine(Engine):
         gathered = self.ranks.gather(ms)[:, 0]
         if not np.isfinite(gathered).all():
             return {}
-        if isinstance(function, Execution):
-            function.measured.add("perf/own_step_ms", ms)
+        if isinstance(model.train_function, Execution):
+            model.train_function.measured.add("perf/own_step_ms", ms)
         return dict(zip(self.ranks.names, gathered.tolist(), strict=True))
 
     def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
@@ -90,8 +89,9 @@ class SynchronousEngine(Engine):
             if not batches:
                 return None
             try:
-                function = model.predict_function
-                return function(batches, is_whole=False) if isinstance(function, Prediction) else function(batches)
+                if isinstance(model.predict_function, Prediction):
+                    return model.predict_function(batches, is_whole=False)
+                return model.predict_function(batches)
             except StopIteration:
                 return None
 

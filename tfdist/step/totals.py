@@ -29,15 +29,23 @@ def total(value: Structure) -> Structure:
         3.0
     """
     context = step_context.current()
-    if tf.is_tensor(value):
-        value = tf.identity(value) if context is None or context.is_alone else divide_by_share(value, context.part())
-        setattr(value, _TOTAL, True)
-    return value
+    if not tf.is_tensor(value):
+        return value
+    declared = tf.identity(value)  # a copy, because the mark must not stay at the user's tensor
+    if context is not None and not context.is_alone:
+        declared = divide_by_share(value, context.part())
+    setattr(declared, _TOTAL, True)
+    return declared
 
 
 def is_total(value: Structure) -> bool:
     """Returns whether a value is a result of `total`."""
     return getattr(value, _TOTAL, False)
+
+
+def sum_dtype(dtype: tf.DType | str) -> tf.DType:
+    """Returns the dtype in which values of `dtype` are summed over replicas; every collective supports it."""
+    return tf.float64 if dtype == tf.float64 else tf.float32
 
 
 def divide_by_share(value: Structure, part: Structure) -> Structure:

@@ -22,7 +22,7 @@ from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import equal_weights, step_context
 from tfdist.replicas.step_context import StepContext
-from tfdist.step.totals import divide_by_share
+from tfdist.step.totals import divide_by_share, sum_dtype
 from tfdist.strategy import as_ours
 
 # `Execution` searches the messages of failed steps for this text.
@@ -93,7 +93,7 @@ def _whole_batch(tensor: tf.Tensor, step: StepContext) -> tf.Tensor:
             f"tfdist.whole_batch takes a tensor with a row for each example. Received: shape {format_value(tensor.shape.as_list())}."
         )
     with tf.control_dependencies([_check_rows(tensor, step.rows, of_loss=False)]):
-        sent = _to_floats(tf.stop_gradient(tensor))
+        sent = _to_floats(tf.stop_gradient(tensor))  # `_with_gradient` adds the gradient of all replicas' losses
     own_count = tf.cast(step.examples, tf.int32)
     rows, before = _all_gather(tf.reshape(sent, [step.rows, -1])[:own_count], step)
     shape = tf.concat([[-1], tf.shape(sent)[1:]], 0)
@@ -138,7 +138,7 @@ def _with_gradient(
     be multiplied by the other replicas' shares instead.
     """
     share = None if step.weighs_loss else step.gradient_weight
-    wide = tf.float64 if whole_rows.dtype == tf.float64 else tf.float32
+    wide = sum_dtype(whole_rows.dtype)
 
     def gradient(upstream: Structure) -> tuple[tf.Tensor, None]:
         sent = tf.math.multiply_no_nan(tf.cast(upstream, wide), tf.cast(own_count > 0, wide))
@@ -169,7 +169,8 @@ def _gather_obstacle(step: StepContext) -> str | None:
     strategy = tf.distribute.get_strategy()
     if not traits_of(strategy).gathers:
         return f"strategy {strategy.kind} gathers nothing during a step"
-    if tf.executing_eagerly() and num_replicas(strategy) > (local := len(strategy.extended.worker_devices)) > 1:
+    local = len(strategy.extended.worker_devices)
+    if tf.executing_eagerly() and num_replicas(strategy) > local > 1:
         return f"with run_eagerly=True {local} devices of a worker would wait for each other; use run_eagerly=False"
     if step.is_compiled:
         return "XLA, which jit_compile=True asks for, compiles no collectives; compile the model with jit_compile=False"
@@ -178,7 +179,8 @@ def _gather_obstacle(step: StepContext) -> str | None:
 
 def obstacle(step: StepContext, dtype: tf.DType | str, arguments: Structure) -> str | None:
     """Returns why a loss or metric that computes in `dtype` cannot receive the whole batch of `arguments`; None if it can."""
-    if (why := _gather_obstacle(step)) is not None:
+    why = _gather_obstacle(step)
+    if why is not None:
         return why
     tensors = [value for value in tf.nest.flatten(arguments, expand_composites=False) if value is not None]
     if step.rows is None or any(not isinstance(value, tf.Tensor) or not value.shape.rank for value in tensors):
@@ -189,9 +191,9 @@ def obstacle(step: StepContext, dtype: tf.DType | str, arguments: Structure) -> 
     if step.position is None and not all(shape.is_fully_defined() for shape in shapes):
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     size = tf.as_dtype(dtype).size * sum(math.prod(length or 1 for length in shape) for shape in shapes)
-    limit = getattr(tf.distribute.get_strategy(), "gather_loss_bytes", 0)
     ours = as_ours(tf.distribute.get_strategy())
-    if size > (limit := ours.gather_loss_bytes if ours else 0):
+    limit = ours.gather_loss_bytes if ours else 0
+    if size > limit:
         return f"{size:,} bytes of an example are more than strategy.gather_loss_bytes ({limit:,}); raise it"
     return None
 
@@ -206,11 +208,11 @@ def gathered(
     # Masks are sent as separate tensors, because collectives do not carry the mask attribute of a tensor. With one dtype for all
     # tensors, the loss's, one collective is enough.
     masks = [keras_losses.mask(tensor) for tensor in tf.nest.flatten(y_pred)]
-    local = [[y_true, y_pred, sample_weight], [None if mask is None else tf.cast(mask, loss.dtype) for mask in masks]]
+    local = [[y_true, y_pred, sample_weight], masks]
     local = tf.nest.map_structure(lambda v: None if v is None else keras.ops.convert_to_tensor(v, loss.dtype), local)
     columns, before = _gather_columns(step, [tensor for tensor in tf.nest.flatten(local) if tensor is not None])
-    # 0 on a replica without examples, whose batch has one row that does not count.
-    local_count, gathered_columns = tf.cast(step.examples, tf.int32), iter(columns)
+    local_count = tf.cast(step.examples, tf.int32)  # 0 without examples, where one row of the batch does not count
+    gathered_columns = iter(columns)
     arguments, all_masks = tf.nest.map_structure(lambda v: None if v is None else next(gathered_columns), local)
 
     def with_local_rows(all_rows: Structure, local_rows: Structure, mask: Structure) -> Structure:
@@ -221,11 +223,10 @@ def gathered(
             keras_losses.set_mask(joined, tf.cast(mask, tf.bool))
         return joined
 
+    all_true, all_pred, all_weights = arguments
     local_pred = tf.nest.flatten(local[0][1])
-    predictions = [
-        with_local_rows(*rows) for rows in zip(tf.nest.flatten(arguments[1]), local_pred, all_masks, strict=True)
-    ]
-    return [arguments[0], tf.nest.pack_sequence_as(arguments[1], predictions), arguments[2]]
+    predictions = list(map(with_local_rows, tf.nest.flatten(all_pred), local_pred, all_masks))
+    return [all_true, tf.nest.pack_sequence_as(all_pred, predictions), all_weights]
 
 
 def gathered_values(step: StepContext, values: Structure) -> Structure:
@@ -234,13 +235,15 @@ def gathered_values(step: StepContext, values: Structure) -> Structure:
     `values` is a structure of tensors with a row for each example, which may have Keras' masks; other values are returned unchanged.
     """
     tensors = [tensor for tensor in tf.nest.flatten(values) if tf.is_tensor(tensor)]
-    masks = [mask for tensor in tensors if (mask := keras_losses.mask(tensor)) is not None]
-    sent = [*tensors, *masks]
+    masks = [keras_losses.mask(tensor) for tensor in tensors]
+    sent = [*tensors, *(mask for mask in masks if mask is not None)]
     # float32 holds the integers of up to 16 bits.
-    wide = tf.float64 if any(tensor.dtype.size > 2 and tensor.dtype != tf.float32 for tensor in sent) else tf.float32
+    fits = all(tensor.dtype.size <= 2 or tensor.dtype == tf.float32 for tensor in sent)
+    wide = tf.float32 if fits else tf.float64
     columns, _ = _gather_columns(step, [tf.cast(tensor, wide) for tensor in sent])
     whole_rows = [tf.cast(column, tensor.dtype) for column, tensor in zip(columns, sent, strict=True)]
-    all_tensors, all_masks = iter(whole_rows), iter(whole_rows[len(tensors) :])
+    all_tensors = iter(whole_rows)
+    all_masks = iter(whole_rows[len(tensors) :])
 
     def of_whole_batch(value: Structure) -> Structure:
         if not tf.is_tensor(value):
@@ -273,17 +276,18 @@ def _gather_columns(step: StepContext, sent: Sequence[tf.Tensor]) -> tuple[list[
     own_count = tf.cast(step.examples, tf.int32)
     all_rows, before = _all_gather(tf.stop_gradient(tf.concat(flat, 1))[:own_count], step)
     columns = tf.split(all_rows, [tf.shape(tensor)[1] for tensor in flat], axis=1, num=len(flat))
-    whole_rows = [
-        tf.ensure_shape(tf.reshape(column, tf.concat([[-1], tf.shape(tensor)[1:]], 0)), [None, *tensor.shape[1:]])
-        for column, tensor in zip(columns, sent, strict=True)
-    ]
+    whole_rows = []
+    for column, tensor in zip(columns, sent, strict=True):
+        rows = tf.reshape(column, tf.concat([[-1], tf.shape(tensor)[1:]], 0))
+        whole_rows.append(tf.ensure_shape(rows, [None, *tensor.shape[1:]]))
     return whole_rows, before
 
 
 def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tensor]:
     """Returns the rows of all replicas, `[examples, columns]`, in batch order, and the number of rows before this replica's rows."""
-    context, own_count = tf.distribute.get_replica_context(), tf.shape(rows)[0]
-    number, replicas = tf.cast(step.number, tf.int64), num_replicas(context.strategy)
+    context = tf.distribute.get_replica_context()
+    own_count = tf.shape(rows)[0]
+    number = tf.cast(step.number, tf.int64)
 
     def gather(strategy: tf.distribute.Strategy, values: Structure, step: tf.Tensor) -> Structure:
         local = strategy.experimental_local_results
@@ -294,13 +298,18 @@ def _all_gather(rows: tf.Tensor, step: StepContext) -> tuple[tf.Tensor, tf.Tenso
 
     if step.position is None:
         counts = context.merge_call(gather, args=(own_count[tf.newaxis], number))
-        before, most = tf.reduce_sum(counts[: context.replica_id_in_sync_group]), tf.reduce_max(counts)
+        before = tf.reduce_sum(counts[: context.replica_id_in_sync_group])
+        most = tf.reduce_max(counts)
     else:
+        replicas = num_replicas(context.strategy)
         before, size = (tf.cast(index, tf.int32) for index in step.position())
         most = (size + replicas - 1) // replicas
-    wire = tf.float64 if rows.dtype == tf.float64 else tf.float32  # dtypes that every collective supports
+    # The first column is a row's index in the batch, because the order of the replicas' parts may differ from that of the batch. All
+    # replicas send equally many rows; padding has the index -1.
+    wire = sum_dtype(rows.dtype)
     indices = tf.cast(before + tf.range(own_count), wire)[:, tf.newaxis]
-    sent = tf.pad(tf.concat([indices, tf.cast(rows, wire)], 1), [[0, most - own_count], [0, 0]], constant_values=-1)
+    sent = tf.concat([indices, tf.cast(rows, wire)], 1)
+    sent = tf.pad(sent, [[0, most - own_count], [0, 0]], constant_values=-1)
     every = context.merge_call(gather, args=(sent, number))
     context.strategy.decorrelate_random_numbers()  # this replica has waited for the others
     every = tf.boolean_mask(every, every[:, 0] >= 0)
@@ -315,12 +324,13 @@ def _group(strategy: tf.distribute.Strategy) -> Communicator:
 
 def _check_rows(tensor: tf.Tensor, rows: tf.Tensor | int, of_loss: bool = True) -> Structure:
     """Returns an operation that fails unless a tensor has `rows` rows. Raises ConfigError if the trace already knows that it does not."""
-    known, wanted = tensor.shape[0], tf.get_static_value(rows)
-    if known is not None and wanted is not None:
-        if known != wanted:
-            if of_loss:
-                raise ConfigError(ROWS_ARE_NOT_EXAMPLES)
-            raise ConfigError(GATHERED_ROWS_ARE_NOT_EXAMPLES)
+    known = tensor.shape[0]
+    wanted = tf.get_static_value(rows)
+    if known is None or wanted is None:
+        message = ROWS_ARE_NOT_EXAMPLES if of_loss else GATHERED_ROWS_ARE_NOT_EXAMPLES
+        return tf.debugging.Assert(tf.equal(tf.shape(tensor)[0], rows), [message], summarize=1)
+    if known == wanted:
         return tf.no_op()
-    message = ROWS_ARE_NOT_EXAMPLES if of_loss else GATHERED_ROWS_ARE_NOT_EXAMPLES
-    return tf.debugging.Assert(tf.equal(tf.shape(tensor)[0], rows), [message], summarize=1) or tf.no_op()
+    if of_loss:
+        raise ConfigError(ROWS_ARE_NOT_EXAMPLES)
+    raise ConfigError(GATHERED_ROWS_ARE_NOT_EXAMPLES)

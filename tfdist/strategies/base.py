@@ -20,13 +20,14 @@ from tfdist.collectives import own_time
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.own_time import OwnTime
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
-from tfdist.config import StrategyConfig, StrategyTraits
+from tfdist.config import Outer, StrategyConfig, StrategyTraits
 from tfdist.replicas import declared_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
 from tfdist.strategy import Attaches, Trains
 
 _KEYS = 100_000  # number of collective keys reserved for one strategy
+_GROUP_KEYS = 10  # number of group keys reserved for one group of its workers
 
 
 class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
@@ -48,10 +49,17 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     cluster: ClusterSpec | None = None
     cluster_task: ClusterTask | None = None
     bucket_bytes = 0
+    shard_optimizer = False
+    row_updates = StrategyConfig.row_updates
+    weights_dtype = StrategyConfig.weights_dtype
+    sync_every: Sequence[tuple[int, int]] = ()
+    outer = Outer()
     gather_loss_bytes = StrategyConfig.gather_loss_bytes
     transport = transport_reason = ""
     communicator: Communicator | None = None
+    mesh: Any = None
     timeout_seconds: float | None = None
+    audit_every = 0
     unlike_processors: tuple[int, ...] = ()
     # The Trainer and its loops set these.
     batches_are_parts = False
@@ -60,6 +68,8 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     flags: tf.Variable | None = None
     gauges: Sequence[tf.Variable] = ()
     own_time: OwnTime | None = None
+    audit: Any = None
+    batch_record: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any):
         self.statistics = MovingStatistics(self)
@@ -90,7 +100,8 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     @contextlib.contextmanager
     def _seen_as(self, one: bool) -> Iterator[None]:
-        before, self._view.one = getattr(self._view, "one", False), one
+        before = getattr(self._view, "one", False)
+        self._view.one = one
         try:
             yield
         finally:
@@ -99,8 +110,10 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     @property
     def extended(self) -> tf.distribute.StrategyExtended:
         """TensorFlow's `extended`. Raises in a Trainer's step for an optimizer whose gradients the Trainer does not reduce."""
-        if self._steps and (optimizer := call_stack.applying_optimizer()) is not None:
-            unsupported.check_applied(optimizer)
+        if self._steps:
+            optimizer = call_stack.applying_optimizer()
+            if optimizer is not None:
+                unsupported.check_applied(optimizer)
         return super().extended
 
     @contextlib.contextmanager
@@ -120,8 +133,9 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     def scope(self) -> Any:
         """Returns TensorFlow's scope, with a creator that configures Keras' variables."""
-        # Keras enters the scope again inside fit: one creator is enough.
-        return super().scope() if tf.distribute.get_strategy() is self else self._creating_scope()
+        if tf.distribute.get_strategy() is self:  # Keras enters the scope again inside fit: one creator is enough
+            return super().scope()
+        return self._creating_scope()
 
     @contextlib.contextmanager
     def _creating_scope(self) -> Iterator[Any]:
@@ -139,9 +153,11 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             variable = self._create_copies(next_creator, **kwargs)
             declared_weights.declare(self, variable, kind, kwargs.get("name") or "")
             return variable
-        if not (kind == "mean" or _is_statistic(kwargs)):
+        if kind != "mean" and not _is_statistic(kwargs):
             variable = next_creator(**kwargs)
-            return self._assigned_once(variable) if _is_integer_sum(variable) else variable
+            if _is_integer_sum(variable):
+                self._assign_once(variable)
+            return variable
         kwargs["aggregation"] = tf.VariableAggregation.MEAN
         if self.traits.shared_variables:  # one statistic, rather than one for each replica
             return next_creator(**kwargs)
@@ -156,23 +172,31 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         """Creates a variable whose copies the replicas assign separately; reading it outside of replicas is local."""
         return next_creator(**{**kwargs, "aggregation": tf.VariableAggregation.NONE})
 
-    def _assigned_once(self, variable: tf.Variable) -> tf.Variable:
+    def _assign_once(self, variable: tf.Variable) -> None:
         """Makes replica 0 hold a value that is assigned outside of replicas to a sum of integers, and the others 0.
 
         TensorFlow divides the value by the number of replicas, and truncates. Metrics have such variables.
         """
-        original_assign, components = variable.assign, self.experimental_local_results(variable)
+        components = self.experimental_local_results(variable)
+
+        def assign_components(value: Structure) -> None:
+            for replica, component in zip(self.local_replicas, components, strict=True):
+                with tf.device(component.device):
+                    component.assign(value if replica == 0 else tf.zeros_like(component))
+
+        self._replace_assign(variable, assign_components)
+
+    def _replace_assign(self, variable: tf.Variable, assign_components: Callable[[Structure], None]) -> None:
+        """Makes an assignment outside of replicas call `assign_components`. Within replicas TensorFlow's own assigns the replica's copy."""
+        original_assign = variable.assign
 
         def assign(value: Structure, *args: Any, **kwargs: Any) -> Any:
             if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
                 return original_assign(value, *args, **kwargs)
-            for replica, component in zip(self.local_replicas, components, strict=True):
-                with tf.device(component.device):
-                    component.assign(value if replica == 0 else tf.zeros_like(component))
+            assign_components(value)
             return variable
 
         variable.assign = assign
-        return variable
 
     def _create_seed(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
         """Creates a seed generator's state, `[seed, counter]`, with a different seed on each replica."""
@@ -181,15 +205,10 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         for replica, component in zip(self.local_replicas, components, strict=True):
             component.assign_add(tf.constant([replica * random_seeds.SEED_STRIDE, 0], component.dtype))
         if super().num_replicas_in_sync > 1:
-            original_assign = variable.assign
-
-            def assign(value: Structure, *args: Any, **kwargs: Any) -> Any:
-                if tf.distribute.get_strategy() is self and not tf.distribute.in_cross_replica_context():
-                    return original_assign(value, *args, **kwargs)
-                random_seeds.assign_seed(components, self.local_replicas, value)
-                return variable
-
-            variable.assign = assign  # Model.set_state_tree assigns one value for all replicas
+            # Model.set_state_tree assigns one value for all replicas.
+            self._replace_assign(
+                variable, lambda value: random_seeds.assign_seed(components, self.local_replicas, value)
+            )
         return variable
 
     def decorrelate_random_numbers(self) -> None:
@@ -197,7 +216,8 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
         Replicas of one process are traced in turn: a replica that has waited for another one must call this again.
         """
-        if (move := getattr(self._view, "move", None)) is not None:
+        move = getattr(self._view, "move", None)
+        if move is not None:
             move()
 
     def _drawing(self, fn: Function, move: Callable[[int], None]) -> Function:
@@ -242,8 +262,9 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             return tf.nest.map_structure(lambda v: self.reduce(reduce_op, v, axis), value)
         if isinstance(value, (bool, int, float)):  # a log of a custom train_step
             value = tf.convert_to_tensor(value)
-        if self.statistics.synchronized and value in self.statistics:
+        if self.statistics.synchronized and value in self.statistics:  # all copies are equal to their mean
             return tf.convert_to_tensor(local(value)[0])
+        # Keras passes axis=0 for scalars, too, which have no axis.
         if axis == 0 and all(v.shape.rank == 0 for v in local(value)):
             axis = None
         return own_time.leave_out_wait(self, value, lambda: super(KerasStrategy, self).reduce(reduce_op, value, axis))
@@ -254,9 +275,10 @@ class UniqueCollectiveKeys:
 
     _number = itertools.count(1)
 
-    def __init__(self, *args: Any, **kwargs: Any):
-        # As in TensorFlow's tests: two strategies with equal keys would mix up their collectives.
-        tf_internals.set_collective_keys(self, next(self._number) * _KEYS)
+    def __init__(self, *args: Any, first_member: int = 0, **kwargs: Any):
+        # As in TensorFlow's tests: two strategies with equal keys would mix up their collectives. Several groups of workers create
+        # their strategies at the same time.
+        tf_internals.set_collective_keys(self, next(self._number) * _KEYS + first_member * _GROUP_KEYS)
         super().__init__(*args, **kwargs)
 
 
@@ -275,8 +297,10 @@ def _declared_aggregation(kwargs: dict[str, Any]) -> declared_weights.Kind | Non
     ):
         return None
     dtype = tf.as_dtype(kwargs.get("dtype") or tf.float32)
-    allowed = {"sum": not dtype.is_bool, "mean": dtype.is_floating, "only_first_replica": True}[kind]
-    return kind if allowed and dtype != tf.string else None
+    allowed = {"sum": not dtype.is_bool, "mean": dtype.is_floating, "only_first_replica": True}
+    if dtype == tf.string or not allowed[kind]:
+        return None
+    return kind
 
 
 def _is_integer_sum(variable: tf.Variable) -> bool:

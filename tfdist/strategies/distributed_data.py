@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import math
 from collections.abc import Callable
 
 import numpy as np
@@ -18,6 +19,7 @@ from tfdist.data.source import DataSource
 from tfdist.data.stored import StoredData
 from tfdist.errors import ConfigError
 from tfdist.replicas import batch_splitting, own_batches
+from tfdist.replicas.batch_shares import BatchShares
 from tfdist.replicas.moving_statistics import MovingStatistics
 
 SOURCE = "_tfdist_source"  # attribute of a distributed dataset with its `DataSource`
@@ -31,6 +33,7 @@ class DataDistribution(tf.distribute.Strategy):
     """
 
     statistics: MovingStatistics
+    batch_shares: BatchShares | None = None
 
     @functools.cached_property
     def local_replicas(self) -> list[int]:
@@ -59,20 +62,17 @@ class DataDistribution(tf.distribute.Strategy):
         """
         dataset = _by_data(dataset)
         distributed = self._share(copy_python_data(dataset), options)
-        steps = int(dataset.cardinality())
+        batches = int(dataset.cardinality())
+        steps = batches if batches >= 0 else None
         distribute = functools.partial(self._share, options=options)
-        setattr(distributed, SOURCE, self._source(dataset, distributed, distribute, steps if steps >= 0 else None))
+        setattr(distributed, SOURCE, self._source(dataset, distributed, distribute, steps))
         return distributed
 
     def source(self, dataset: tf.data.Dataset, steps: int | None) -> DataSource:
         """Returns the source of a loop over a dataset of (global) batches.
 
         With AutoShardPolicy.OFF each worker reads its entire own dataset, and each step takes from it the global batch size divided by
-        the number of workers, or a batch if `batches_are_parts`.
-
-        Args:
-            dataset: The dataset, or a distributed one.
-            steps: The number of the dataset's batches, or None if unknown.
+        the number of workers, or a batch if `batches_are_parts`. `steps` is the number of the dataset's batches, or None if unknown.
 
         Raises:
             ConfigError: As `experimental_distribute_dataset`.
@@ -85,20 +85,17 @@ class DataDistribution(tf.distribute.Strategy):
         dataset = _by_data(dataset)
         if worker_rows.is_own(dataset) and self._has_peers():
             return self._own_source(dataset)
-        distribute = self._split if self._splits_batches(dataset) else self._share
+        distribute: Function = self._share
+        if self.batch_shares and batch_splitting.is_splittable(dataset.element_spec):
+            distribute = self._pass_whole
+        elif self._splits_batches(dataset):
+            distribute = self._split
         return self._source(dataset, distribute(copy_python_data(dataset)), distribute, steps)
 
     def _source(
         self, dataset: tf.data.Dataset, distributed: Data, distribute: Function, steps: int | None
     ) -> DataSource:
-        """Returns the source of a distributed dataset.
-
-        Args:
-            dataset: The dataset.
-            distributed: The distributed dataset.
-            distribute: Distributes a dataset in the same way.
-            steps: The number of its batches, or None if unknown.
-        """
+        """Returns the source of a dataset that `distribute` has distributed, with the number of its batches, or None if unknown."""
 
         def open_at(number: int, done: int, ready: Callable[[], None]) -> DataIterator:
             resume.replay(dataset, number - 1)
@@ -131,7 +128,8 @@ class DataDistribution(tf.distribute.Strategy):
         """Returns the source of this worker's own dataset of batches, each of the global size or a worker's part. A collective."""
         replicas = len(self.extended.worker_devices)
         workers = 1 if self.batches_are_parts else num_replicas(self) // replicas
-        size, pieces = arrays.batch_size(dataset), worker_rows.count_pieces(dataset, workers)
+        size = arrays.batch_size(dataset)
+        pieces = worker_rows.count_pieces(dataset, workers)
 
         def local_dataset(_: tf.distribute.InputContext) -> tf.data.Dataset:
             return own_batches.split_own_batches(dataset, size, workers, replicas, pieces)
@@ -164,6 +162,9 @@ class DataDistribution(tf.distribute.Strategy):
 
         return super().distribute_datasets_from_function(local_dataset)
 
+    def _pass_whole(self, dataset: tf.data.Dataset) -> tf.distribute.DistributedDataset:
+        return super().distribute_datasets_from_function(lambda _: batch_splitting.whole_batches(dataset))
+
     def distribute_datasets_from_function(
         self, dataset_fn: Callable[..., tf.data.Dataset], options: tf.distribute.InputOptions | None = None
     ) -> tf.distribute.DistributedDataset:
@@ -195,6 +196,8 @@ class DataDistribution(tf.distribute.Strategy):
             def local_dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
                 local = replicas // context.num_input_pipelines
                 first = context.input_pipeline_id * local
+                if self.batch_shares:
+                    return data.parts(1, [0], first_step, make=lambda batch, _: batch_splitting.WholeBatch(batch))
                 # Endless, also if the loop ends: else TensorFlow checks before each step, by a collective, whether all workers have data.
                 return data.parts(replicas, range(first, first + local), first_step, make=make)
 
@@ -229,7 +232,8 @@ class DataDistribution(tf.distribute.Strategy):
         def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
             dataset = datasets[context.input_pipeline_id] = dataset_fn(context)
             sizes, batches = self._gather_batch_sizes(dataset)
-            steps.append(int(-(-batches.max() // elements)) if (batches >= 0).all() else None)
+            is_known = (batches >= 0).all()
+            steps.append(math.ceil(batches.max() / elements) if is_known else None)
             return self._with_equal_steps(dataset, sizes, batches, deals, counts)
 
         def open_at(number: int, done: int, ready: Callable[[], None]) -> DataIterator:
@@ -252,14 +256,14 @@ class DataDistribution(tf.distribute.Strategy):
 
     def _gather_batch_sizes(self, dataset: tf.data.Dataset) -> tuple[np.ndarray, np.ndarray]:
         """Returns each worker's batch size, -1 if unknown, and its number of batches. A collective of several workers."""
-        size = (
-            batch_splitting.static_batch_size(dataset.element_spec)
-            if batch_splitting.is_splittable(dataset.element_spec)
-            else None
-        )
+        size = None
+        if batch_splitting.is_splittable(dataset.element_spec):
+            size = batch_splitting.static_batch_size(dataset.element_spec)
+        if size is None:
+            size = -1
         local = len(self.extended.worker_devices)
         workers = Ranks(self, self.local_replicas[0] // local, list(map(str, range(num_replicas(self) // local))))
-        sizes, batches = workers.gather(-1 if size is None else size, int(dataset.cardinality())).astype(np.int64).T
+        sizes, batches = workers.gather(size, int(dataset.cardinality())).astype(np.int64).T
         return sizes, batches
 
     @staticmethod
@@ -269,8 +273,10 @@ class DataDistribution(tf.distribute.Strategy):
         """Returns a worker's dataset with as many steps as all other workers' datasets."""
         dataset = copy_python_data(dataset)
         is_infinite = (batches == tf.data.INFINITE_CARDINALITY).all()
-        if is_infinite and not counts and (len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())):
+        are_equal = len(sizes) == 1 or (sizes[0] >= 0 and (sizes == sizes[0]).all())
+        if is_infinite and not counts and are_equal:  # no worker ends before another one, and no batch differs
             return dataset
+        # A worker whose data have ended continues with padding examples, which do not count.
         if (counts or not is_infinite) and deals and batch_splitting.is_splittable(dataset.element_spec):
             return batch_splitting.repeat_empty_batches(dataset)
         if (batches != batches[0]).any():
@@ -308,5 +314,7 @@ def copy_python_data(dataset: tf.data.Dataset) -> tf.data.Dataset:
 
 
 def _deep_copy(tensor: tf.Tensor) -> tf.Tensor:
-    in_place = tensor.dtype.is_integer or tensor.dtype.is_floating or tensor.dtype.is_complex or tensor.dtype.is_bool
-    return tf.raw_ops.DeepCopy(x=tensor) if in_place else tensor
+    dtype = tensor.dtype
+    if dtype.is_integer or dtype.is_floating or dtype.is_complex or dtype.is_bool:
+        return tf.raw_ops.DeepCopy(x=tensor)
+    return tensor  # TensorFlow copies strings

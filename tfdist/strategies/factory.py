@@ -3,30 +3,34 @@
 from __future__ import annotations
 
 import dataclasses
+import numbers
 from typing import Any, Literal
 
+import keras
 import tensorflow as tf
 
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.spec import check_member
+from tfdist.compat import tf_internals
 from tfdist.config import StrategyConfig, registry, validation
+from tfdist.config.constraints import MOST_SECONDS
+from tfdist.config.strategy import sync_intervals
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, format_value, unknown_name_message
-from tfdist.runtime import allocator, progress
-from tfdist.runtime.process_end import GRACE_SECONDS
+from tfdist.replicas.batch_shares import BatchShares
+from tfdist.runtime import allocator
+from tfdist.runtime.end.process_end import GRACE_SECONDS
+from tfdist.runtime.report import progress
 from tfdist.strategies import model_methods, startup
 from tfdist.strategies.base import KerasStrategy
 from tfdist.strategies.single_process import make_virtual_cpus
 from tfdist.strategy import Strategy
+from tfdist.verify import settings as verify_settings
 
 
 def make_engine(strategy: Strategy, compressor: Any = None) -> Engine:
     """Returns the engine of a strategy.
-
-    Args:
-        strategy: The strategy.
-        compressor: Compresses gradients, or None.
 
     Raises:
         ConfigError: The strategy's traits name an unknown engine.
@@ -77,9 +81,9 @@ def create_strategy(
     """
     if isinstance(strategy, str):
         known = {field.name for field in dataclasses.fields(StrategyConfig)} - {"name"}
-        if faults := [
-            unknown_name_message("option of create_strategy", name, known) for name in options if name not in known
-        ]:
+        what = "option of create_strategy"
+        faults = [unknown_name_message(what, name, known) for name in options if name not in known]
+        if faults:
             raise ConfigError(faults)
         strategy = StrategyConfig(strategy, **options)
     elif not isinstance(strategy, StrategyConfig) or options:
@@ -87,21 +91,29 @@ def create_strategy(
             "strategy must be a name or a StrategyConfig, and options go with a name. "
             f"Received: {format_value(strategy)}, options {sorted(options)}."
         )
-    if faults := list(validation.type_faults(strategy, "strategy").values()) or list(strategy.faults()):
+    verified = verify_settings.current()
+    if verified:
+        strategy = dataclasses.replace(strategy, **verified.strategy_fields(strategy.name))
+    faults = list(validation.group_faults(strategy, "strategy"))
+    for name, seconds in {"start_timeout": start_timeout, "grace_seconds": grace_seconds}.items():
+        if not isinstance(seconds, numbers.Real) or not 0 <= seconds <= MOST_SECONDS:
+            faults.append(f"{name} must be 0 to {MOST_SECONDS} seconds. Received: {format_value(seconds)}.")
+    if faults:
         raise ConfigError(faults)
-    if cluster:
-        cluster = check_member(cluster)
+    member = check_member(cluster) if cluster else None
     traits = strategy.traits
-    progress.mark_strategy()
+    progress.write()  # so the supervisor knows that this task uses tfdist
     startup.check_versions()
     allocator.configure_malloc()
     if cluster is None and (traits.several_processes or traits.asynchronous):
-        cluster = discovery.find_cluster(timeout=start_timeout)
-    member = check_member(cluster) if cluster else None
+        member = discovery.find_cluster(timeout=start_timeout)
     workers = len(member.cluster.training_tasks()) if member else 1
+    # `replicas` counts those of all workers, so their number must be known before the devices are.
     strategy = strategy.on_workers(workers, len(tf.config.list_physical_devices("GPU")))
     if strategy.virtual_cpus:
         make_virtual_cpus(strategy.virtual_cpus)
+    if verified and tf_internals.global_seed() is None:
+        keras.utils.set_random_seed(verified.seed)
     make = registry.resolve("strategy", traits.factory or strategy.name, {})
     created: tf.distribute.Strategy = make(strategy, member, start_timeout, grace_seconds)
     if not isinstance(created, KerasStrategy):
@@ -109,9 +121,17 @@ def create_strategy(
             f"strategy {strategy.name!r} must return a strategy whose class has KerasStrategy of tfdist.strategies.base among "
             f"its bases. Received: {type(created).__name__}."
         )
-    created.kind, created.traits = strategy.name, traits
+    created.kind = strategy.name
+    created.traits = traits
     if not traits.asynchronous:
         created.engine = make_engine(created)
     created.gather_loss_bytes = strategy.gather_loss_bytes
+    created.shard_optimizer = strategy.shard_optimizer
+    created.row_updates = strategy.row_updates
+    created.weights_dtype = strategy.weights_dtype
+    created.sync_every = sync_intervals("sync_every", strategy.sync_every)
+    created.outer = strategy.outer
+    if strategy.batch_shares == "by_speed" and created.num_workers > 1:
+        created.batch_shares = BatchShares(created.num_workers)
     model_methods.install(created)
     return created

@@ -21,6 +21,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Function
 from tfdist.compat import keras_internals, tf_internals
+from tfdist.compat.optimizer_search import optimizers_in_attributes
 from tfdist.config import registry
 from tfdist.errors import ConfigError
 from tfdist.runtime.log import logger
@@ -41,11 +42,7 @@ _newest: Callable[[], Any] = lambda: None  # noqa: E731 (a weak reference to the
 
 
 def install(strategy: KerasStrategy) -> None:
-    """Replaces the methods of `keras.Model`, which the first call does, and records the newest strategy.
-
-    Args:
-        strategy: The newest strategy, in whose scope models should be built.
-    """
+    """Replaces the methods of `keras.Model`, which the first call does, and records the newest strategy, in whose scope models should be built."""
     global _newest
     _newest = weakref.ref(strategy)
     makers: dict[str, Callable[[Method], Method]] = {name: functools.partial(_trained, name) for name in _TRAINING}
@@ -63,13 +60,16 @@ def install(strategy: KerasStrategy) -> None:
 def _replace(name: str, make: Callable[[Method], Method]) -> None:
     method = getattr(keras.Model, name)
     inherited = keras_internals.inherited_method(name)
-    cell = None if inherited in (None, method) else keras_internals.decorated_function_cell(inherited)
-    if cell is None:
-        _keras_own[name], _ours[name] = method, make(method)
-        setattr(keras.Model, name, _ours[name])
-    else:  # another library's method calls the inherited one
-        _keras_own[name], _ours[name] = cell.cell_contents, make(cell.cell_contents)
+    cell = None
+    if inherited not in (None, method):  # another library's method calls the inherited one
+        cell = keras_internals.decorated_function_cell(inherited)
+    own = cell.cell_contents if cell else method
+    _keras_own[name] = own
+    _ours[name] = make(own)
+    if cell:
         cell.cell_contents = _ours[name]
+    else:
+        setattr(keras.Model, name, _ours[name])
 
 
 def keras_own(name: str) -> Method:
@@ -88,6 +88,7 @@ def _trained(name: str, keras_own: Method) -> Method:
         strategy = model.distribute_strategy
         if not isinstance(strategy, KerasStrategy):
             if name in ("fit", "train_on_batch"):
+                _check_optimizer(model)
                 _warn_if_alone(model)
             return keras_own(model, *args, **kwargs)
         trainer = strategy.trainer
@@ -135,6 +136,19 @@ def _saved(make: Callable[[Method], Method], keras_own: Method) -> Method:
         return written
 
     return method
+
+
+def _check_optimizer(model: keras.Model) -> None:
+    """Raises ConfigError for a model without a strategy that was compiled in the newest strategy's scope: Keras could not make its slots."""
+    strategy = _newest()
+    if strategy is None or tf.distribute.has_strategy():
+        return
+    inner = [getattr(optimizer, "inner_optimizer", optimizer) for optimizer in optimizers_in_attributes(model)]
+    if any(keras_internals.is_created_in_scope(optimizer, strategy) for optimizer in inner):
+        raise ConfigError(
+            f"model {model.name!r} was compiled in the scope of this process's Trainer, and built outside of it. Build (or load) it there, "
+            "too: in `with trainer.scope():`."
+        )
 
 
 def _warn_if_alone(model: keras.Model) -> None:

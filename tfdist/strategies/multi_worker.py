@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import os
 import random
@@ -21,8 +20,9 @@ from tfdist.collectives import finished, hardware, transport_choice
 from tfdist.collectives.communicator import cross_process_communicator
 from tfdist.compat import call_stack, keras_internals, tf_cluster, tf_internals, tf_strategies
 from tfdist.config import StrategyConfig
-from tfdist.errors import ConfigError
-from tfdist.runtime import process_end
+from tfdist.config.strategy import ONE_DEVICE_PER_WORKER
+from tfdist.errors import ConfigError, format_value
+from tfdist.runtime.end import hooks, process_end
 from tfdist.runtime.log import logger
 from tfdist.strategies import startup
 from tfdist.strategies.base import KerasStrategy, UniqueCollectiveKeys
@@ -42,15 +42,18 @@ _HEARTBEAT_MS = 180_000
 class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strategies.MultiWorkerMirroredStrategy):
     """A strategy for the devices of several workers, each with a copy of the variables."""
 
-    transport, transport_reason = "grpc", "there is one worker"
+    transport = "grpc"
+    transport_reason = "there is one worker"
 
     def __init__(
         self,
         cluster_resolver: tf.distribute.cluster_resolver.ClusterResolver | None = None,
         communication_options: tf.distribute.experimental.CommunicationOptions | None = None,
         devices: Sequence[str] = (),
+        members: Sequence[int] | None = None,
     ):
-        super().__init__(cluster_resolver, communication_options, devices)
+        first_member = members[0] if members else 0
+        super().__init__(cluster_resolver, communication_options, devices, members, first_member=first_member)
         if "GPU" not in self.extended.worker_devices[0]:  # NCCL adds in its own order
             tf_strategies.sum_by(self, cross_process_communicator(self).all_reduce)
         if cluster_resolver is not None:
@@ -63,16 +66,16 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strate
         return self.num_replicas_in_sync // len(self.extended.worker_devices)
 
     def _create_variable(self, next_creator: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
+        if self.mesh:
+            kwargs["initial_value"] = self.mesh.initial_value(kwargs)
         dtype = tf.as_dtype(kwargs.get("dtype") or getattr(kwargs.get("initial_value"), "dtype", None) or tf.float32)
         if self.num_workers == 1:
             return super()._create_variable(next_creator, **kwargs)
         cannot = "multi_worker_mirrored cannot broadcast a variable of"
         if dtype not in _BROADCAST:
-            remedy = (
-                "For 16-bit computation use mixed_bfloat16."
-                if dtype.is_floating
-                else "Train the model unquantized and save it; load and quantize it in one process, or under mirrored, to predict with it."
-            )
+            remedy = "Train the model unquantized and save it; load and quantize it in one process, or under mirrored, to predict with it."
+            if dtype.is_floating:
+                remedy = "For 16-bit computation use mixed_bfloat16."
             raise ConfigError(
                 f"{cannot} {dtype.name} ({kwargs.get('name')}) to the workers; "
                 f"it can: {', '.join(known.name for known in _BROADCAST)}. {remedy}"
@@ -91,13 +94,14 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strate
         try:
             variable = super()._create_variable(next_creator, **kwargs)
         except tf.errors.InvalidArgumentError as e:
-            if shapes := _SHAPES.search(e.message):
-                path = getattr(call_stack.created_variable(), "path", None) or kwargs.get("name")
-                raise ConfigError(
-                    f"All workers must build the same model. Received: variable {path}, of shapes {shapes[1]} and {shapes[2]} on two workers. "
-                    "Start all with the same code and the same arguments."
-                ) from e
-            raise
+            shapes = _SHAPES.search(e.message)
+            if shapes is None:
+                raise
+            path = getattr(call_stack.created_variable(), "path", None) or kwargs.get("name")
+            raise ConfigError(
+                f"All workers must build the same model. Received: variable {path}, of shapes {shapes[1]} and {shapes[2]} on two workers. "
+                "Start all with the same code and the same arguments."
+            ) from e
         if kwargs.get("name") == keras_internals.OPTIMIZER_SCALARS[1] and not callable(initial_value):
             # All workers now have the chief's value. `training/program_likeness.py` reports a worker that passed another value.
             variable.given_and_broadcast = float(initial_value), float(variable.numpy())
@@ -111,20 +115,15 @@ def multi_worker_mirrored(
 
     The first call starts TensorFlow's server in this process, after all tasks have reached the barrier.
 
-    Args:
-        config: The configuration: `transport` and `timeout_seconds` of the collectives, and `bucket_bytes`.
-        cluster: The cluster and this process's task in it, or None to train on this host alone.
-        start_timeout: Seconds to wait for the other tasks.
-
-    Returns:
-        A `MultiWorkerMirroredStrategy`.
+    Without a cluster it trains on this host alone.
 
     Raises:
         ClusterError: A task cannot be reached in time, this task's port is taken, or tasks run different versions.
         ConfigError: The cluster has parameter servers, this task is an evaluator, TensorFlow was already in use, or these
             workers cannot use the transport.
     """
-    if cluster is None and (hint := discovery.misconfiguration_hint()):
+    hint = discovery.misconfiguration_hint()
+    if cluster is None and hint:
         logger.warning(f"training on this host alone, though {hint}.")
     startup.check_devices(config)
     resolver = None
@@ -148,6 +147,7 @@ def multi_worker_mirrored(
         if not tf_internals.is_server_running():  # an earlier strategy may have started the server
             if tf_internals.is_started():
                 raise startup.already_started_error("multi_worker_mirrored cannot be created")
+            # TensorFlow reads both settings when it starts.
             _allow_overlap_on_one_core()
             _extend_heartbeat_timeout(spec)
             task_versions.devices = str(len(config.device_names or tf.config.list_physical_devices("GPU")) or 1)
@@ -165,8 +165,13 @@ def multi_worker_mirrored(
         if "program startup" not in str(e):
             raise
         raise startup.already_started_error("multi_worker_mirrored cannot be created") from e
+    needs_one_device = config.sync_every or config.batch_shares == "by_speed"
+    if needs_one_device and len(strategy.extended.worker_devices) > 1:
+        raise ConfigError(f"{ONE_DEVICE_PER_WORKER} Received: {format_value(strategy.extended.worker_devices)}.")
     strategy.timeout_seconds = config.timeout_seconds
-    strategy.cluster_task, strategy.bucket_bytes = cluster, config.bucket_bytes
+    strategy.cluster_task = cluster
+    strategy.bucket_bytes = config.bucket_bytes
+    strategy.audit_every = config.audit_every
     _broadcast_seed(strategy)
     strategy.unlike_processors = hardware.unlike_processors(strategy, strategy.num_workers)
     if cluster is not None:
@@ -180,10 +185,10 @@ def multi_worker_mirrored(
             config.timeout_seconds or 0.0,
         )
         strategy.communicator = choice.communicator
-        strategy.transport, strategy.transport_reason = choice.name, choice.reason
+        strategy.transport = choice.name
+        strategy.transport_reason = choice.reason
     if resolver:
-        atexit.unregister(_exit_barrier)  # registered by an earlier strategy
-        atexit.register(_exit_barrier, task)
+        hooks.at_end(hooks.Stage.PEERS, _exit_barrier, task)
     return strategy
 
 
@@ -193,12 +198,14 @@ def _exit_barrier(task: TaskSpec) -> None:
     A task returns from a collective once it has received its data. Its peers may still be reading from it, and would
     fail ("Socket closed") when its process exits. The peers can also read that this task has finished.
     """
-    if not process_end.expected_exit_code():
-        if not process_end.amid_training:
-            finished.publish(task)
-        with contextlib.suppress(tf.errors.OpError):  # other tasks may have exited long ago
-            in_training = process_end.amid_training
-            tf_cluster.wait_at_barrier("tfdist/end", _EXIT_BARRIER_IN_TRAINING_MS if in_training else _EXIT_BARRIER_MS)
+    if process_end.expected_exit_code():
+        return
+    limit = _EXIT_BARRIER_IN_TRAINING_MS
+    if not process_end.amid_training:
+        finished.publish(task)
+        limit = _EXIT_BARRIER_MS
+    with contextlib.suppress(tf.errors.OpError):  # other tasks may have exited long ago
+        tf_cluster.wait_at_barrier("tfdist/end", limit)
 
 
 def _allow_overlap_on_one_core() -> None:

@@ -27,10 +27,11 @@ import tensorflow as tf
 
 from tfdist.aliases import Function
 from tfdist.cluster import ClusterSpec, TaskSpec, reachability
-from tfdist.compat import keras_internals, tf_cluster, tf_internals
-from tfdist.runtime import storage, temporary
+from tfdist.compat import keras_internals, laid_out, tf_cluster, tf_internals
+from tfdist.errors import ConfigError
 from tfdist.runtime.files import WriteError, write_error_reason
-from tfdist.runtime.phase import phase
+from tfdist.runtime.folders import storage, temporary
+from tfdist.runtime.report.phase import phase
 from tfdist.strategies.base import KerasStrategy
 
 Method = Function
@@ -60,18 +61,24 @@ def keras_writer(keras_own: Method) -> Method:
         strategy = _strategy_of(saveable)
         if strategy is None or not isinstance(filepath, (str, os.PathLike)) or _PARTIAL in os.fspath(filepath):
             return save(filepath)
-        path, variables = os.fspath(filepath), lambda: saveable.variables
+        if any(map(laid_out.is_laid_out, saveable.variables)):
+            raise ConfigError(
+                "Each worker holds pieces of the model's variables (keras.distribution.ModelParallel), so a worker cannot write it by itself: "
+                "use trainer.save(model, path), which all workers call."
+            )
+        path = os.fspath(filepath)
+        write_once = functools.partial(by_one, strategy, path, objects=lambda: saveable.variables)
         if signature.bind(saveable, filepath, *args, **kwargs).arguments.get("max_shard_size") is not None:
-            by_one(strategy, path, lambda: _save_shards(save, path), variables)
+            write_once(lambda: _save_shards(save, path))
         elif path.endswith(_FILES):
-            with beside(path) as partial:
+            with beside(path) as partial:  # one file, which every rank may replace
                 if partial.endswith((".h5", ".hdf5")):
                     _check_room(saveable, partial)
                 save(partial)
         elif path.startswith("hf://"):
-            by_one(strategy, path, lambda: save(path), variables)
+            write_once(lambda: save(path))  # Keras uploads it
         else:
-            by_one(strategy, path, lambda: _save_beside(save, path), variables)
+            write_once(lambda: _save_beside(save, path))
         return None
 
     return write
@@ -81,7 +88,9 @@ def keras_writer(keras_own: Method) -> Method:
 def _portable_schedule(saveable: Any) -> Iterator[None]:
     """Replaces a `WarmUp` by the schedule after it, so that a model's file holds only classes that plain Keras loads."""
     optimizer: Any = getattr(saveable, "optimizer", None)
-    schedule = keras_internals.learning_rate(optimizer) if isinstance(optimizer, keras.optimizers.Optimizer) else None
+    schedule = None
+    if isinstance(optimizer, keras.optimizers.Optimizer):
+        schedule = keras_internals.learning_rate(optimizer)
     after = getattr(schedule, "after", None)
     if not isinstance(after, keras.optimizers.schedules.LearningRateSchedule):
         yield
@@ -95,11 +104,9 @@ def _portable_schedule(saveable: Any) -> Iterator[None]:
 
 def _strategy_of(saveable: keras.Model | keras.layers.Layer) -> KerasStrategy | None:
     """Returns the strategy in whose scope a model, or a layer's variables, were made; None if it is not one of tfdist's."""
-    candidates = [getattr(saveable, "distribute_strategy", None)]
-    candidates += [
-        getattr(variable.value, "distribute_strategy", None) for variable in getattr(saveable, "variables", ())
-    ]
-    return next((variable for variable in candidates if isinstance(variable, KerasStrategy)), None)
+    values = [keras_internals.raw_value(variable) for variable in getattr(saveable, "variables", ())]
+    strategies = (getattr(owner, "distribute_strategy", None) for owner in (saveable, *values))
+    return next((strategy for strategy in strategies if isinstance(strategy, KerasStrategy)), None)
 
 
 def _save_beside(save: Callable[[str], object], path: str) -> None:
@@ -184,13 +191,8 @@ def by_one(
     """Calls `write` on the first task to arrive; the others wait for it. A task that does not find these files writes its own.
 
     No task waits for a task that does not save, so one task may save alone. Moving statistics are the exception: after a
-    custom loop each replica has its own value, and all tasks must take part in their average.
-
-    Args:
-        strategy: The strategy whose tasks save.
-        path: The path to save to.
-        write: The function that writes to `path`.
-        objects: Returns the saved objects, which are searched for variables.
+    custom loop each replica has its own value, and all tasks must take part in their average: `objects` returns the saved objects, which
+    are searched for them.
     """
     with phase("saving"):
         if strategy.cluster_task is None:
@@ -205,19 +207,24 @@ def _by_first(
     write: Callable[[], None],
     objects: Callable[[], Iterable[object]],
 ) -> None:
+    strategy.statistics.show_shared()
     # `saved` may be a Keras variable, or the TensorFlow variable in it, whose `value` is a method.
     if any(saved in strategy.statistics or getattr(saved, "value", None) in strategy.statistics for saved in objects()):
         strategy.statistics.synchronize()
     cluster, task = cluster_task
     tasks = cluster.training_tasks()
-    path = path if storage.is_url(path) else os.path.abspath(path)
+    if not storage.is_url(path):
+        path = os.path.abspath(path)
+    # All tasks compute the same key: the number of their save to this path between two executions.
     when = path, strategy.executions
     _saves[when] += 1
     key = f"tfdist/saved/{strategy.executions}/{_saves[when]}/{path}"
     try:
         tf_cluster.publish(key, str(tasks.index(task)))
     except tf.errors.AlreadyExistsError:
-        if (files := _wait_for_first(cluster, key)) == "" or files != _files_at(path):
+        # Another task is the first. If it has ended, or has another disk, this task writes its own files.
+        files = _wait_for_first(cluster, key)
+        if not files or files != _files_at(path):
             write()
         return None
     except tf.errors.OpError:  # the task that stores the texts has ended
@@ -225,7 +232,7 @@ def _by_first(
     try:
         write()
     finally:
-        with contextlib.suppress(tf.errors.OpError):
+        with contextlib.suppress(tf.errors.OpError):  # also after an error, because the others wait
             tf_cluster.publish(f"{key}/done", _files_at(path))
     return None
 
@@ -250,8 +257,9 @@ def _files_at(path: str) -> str:
         folder, name = os.path.split(path)
         below = {file: size for file, size in storage.list_files(folder).items() if file.startswith(name)}
         return " ".join(f"{file}:{size}" for file, size in sorted(below.items()))
-    isdir = tf.io.gfile.isdir(path)
-    paths = [os.path.join(path, name) for name in tf.io.gfile.listdir(path)] if isdir else [f"{path}.index", path]
+    paths = [f"{path}.index", path]
+    if tf.io.gfile.isdir(path):
+        paths = [os.path.join(path, name) for name in tf.io.gfile.listdir(path)]
     described = []
     for name in sorted(paths):
         with contextlib.suppress(tf.errors.NotFoundError):
@@ -285,9 +293,8 @@ def beside(path: str | os.PathLike[str]) -> Iterator[str]:
     except _TASK_ERRORS:
         raise
     except (OSError, tf.errors.OpError) as e:
-        if not temporary.is_temporary(path):
+        if not temporary.warn_if_temporary(path, e):
             raise write_error(path, e) from e
-        temporary.warn_once(path, e)
     finally:
         for old_path in _beginning_with(partial):
             remove = tf.io.gfile.rmtree if tf.io.gfile.isdir(old_path) else tf.io.gfile.remove
@@ -306,7 +313,8 @@ def _uploading(path: str, last: str = MARK) -> Iterator[str]:
     try:
         with temporary.temporary_folder() as folder:
             # Keras' writers in `save` see that they write to a partial file.
-            os.mkdir(written := os.path.join(folder, _PARTIAL))
+            written = os.path.join(folder, _PARTIAL)
+            os.mkdir(written)
             with phase("saving"):
                 yield os.path.join(written, name)
             files = [
@@ -325,6 +333,14 @@ def _uploading(path: str, last: str = MARK) -> Iterator[str]:
     except WriteError:
         raise
     except (OSError, tf.errors.OpError) as e:
+        raise write_error(path, e) from e
+
+
+def make_folder(path: str) -> None:
+    """Creates the folder of a path that is saved to. Raises WriteError if it cannot be created."""
+    try:
+        storage.make_folder(os.path.dirname(path) or ".")
+    except OSError as e:
         raise write_error(path, e) from e
 
 
@@ -369,7 +385,9 @@ class _Renaming(io.TextIOBase):
     """A text stream that writes to `out` and replaces one name by another."""
 
     def __init__(self, out: Any, name: str, shown: str):
-        self._out, self._name, self._shown = out, name, shown
+        self._out = out
+        self._name = name
+        self._shown = shown
 
     def write(self, text: str) -> int:
         self._out.write(text.replace(self._name, self._shown))

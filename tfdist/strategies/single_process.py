@@ -50,13 +50,7 @@ class CentralStorageStrategy(KerasStrategy, tf.distribute.experimental.CentralSt
 
 
 def one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
-    """Returns a strategy of one device, with one replica.
-
-    Args:
-        config: The configuration: `devices` may name the device. The default is the first GPU, or the CPU without one.
-
-    Returns:
-        A `OneDeviceStrategy`.
+    """Returns a strategy of one device, with one replica: by default the first GPU, or the CPU without one.
 
     Raises:
         ConfigError: This process does not have the device.
@@ -69,12 +63,7 @@ def one_device(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
 def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     """Returns a strategy with a replica, and a copy of the variables, on each device of this process.
 
-    Args:
-        config: The configuration: `devices` names the devices, by default all GPUs, or all CPUs without one;
-            `transport` chooses how gradients are summed.
-
-    Returns:
-        A `MirroredStrategy`.
+    By default its devices are all GPUs, or all CPUs without one.
 
     Raises:
         ConfigError: This process does not have one of the devices.
@@ -93,11 +82,7 @@ def mirrored(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
 def central_storage(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     """Returns a strategy with a replica on each device of this process, and one copy of the variables for all.
 
-    Args:
-        config: The configuration: `devices` names the devices, by default all GPUs, or all CPUs without one.
-
-    Returns:
-        A `CentralStorageStrategy`.
+    By default its devices are all GPUs, or all CPUs without one.
 
     Raises:
         ConfigError: This process does not have one of the devices.
@@ -113,5 +98,6 @@ def make_virtual_cpus(count: int) -> None:
         tf.config.set_logical_device_configuration(cpu, [tf.config.LogicalDeviceConfiguration()] * count)
     except RuntimeError as e:
         # TensorFlow has started, which is fine if it has the same number of CPUs.
-        if (present := len(tf.config.list_logical_devices("CPU"))) != count:
+        present = len(tf.config.list_logical_devices("CPU"))
+        if present != count:
             raise startup.already_started_error(f"{count} virtual CPUs cannot be made (there are {present})") from e

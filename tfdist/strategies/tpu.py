@@ -18,11 +18,7 @@ class TPUStrategy(KerasStrategy, tf.distribute.TPUStrategy):
 def tpu(config: StrategyConfig, *_: Any) -> tf.distribute.Strategy:
     """Connects to a TPU, and returns a strategy with a replica on each of its cores.
 
-    Args:
-        config: The configuration: `devices` is the TPU's name or address; empty means the TPU of this host.
-
-    Returns:
-        A `TPUStrategy`.
+    `config.devices` is the TPU's name or address; empty means the TPU of this host.
 
     Raises:
         ConfigError: There is no such TPU.

@@ -9,10 +9,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import pathlib
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tfdist.errors import format_value
+from tfdist.config.constraints import Constraint, between, option
 from tfdist.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -22,6 +21,7 @@ if TYPE_CHECKING:
 
 TRAIN_EXAMPLES = 1437
 _MOST_FILTERS = 100_000  # the model's size grows with the square
+_SHARE: Constraint = ("0 or more and below 1", lambda share: 0 <= share < 1)
 
 
 @dataclasses.dataclass
@@ -34,17 +34,9 @@ class Options:
         label_smoothing: Share of a label that is spread over all classes, 0 to below 1.
     """
 
-    filters: int = 32
-    dropout: float = 0.3
-    label_smoothing: float = 0.0
-
-    def faults(self) -> Iterator[str]:
-        """Yields the errors in the options."""
-        if not 1 <= self.filters <= _MOST_FILTERS:
-            yield f"task_options.filters must be 1 to {_MOST_FILTERS}. Received: {format_value(self.filters)}."
-        for name in ("dropout", "label_smoothing"):
-            if not 0 <= (value := getattr(self, name)) < 1:
-                yield f"task_options.{name} must be 0 or more and below 1. Received: {value}."
+    filters: int = option(32, *between(1, _MOST_FILTERS))
+    dropout: float = option(0.3, *_SHARE)
+    label_smoothing: float = option(0.0, *_SHARE)
 
 
 class Digits(Task):
@@ -69,8 +61,9 @@ class Digits(Task):
     def compile_arguments(self) -> dict[str, Any]:
         import keras
 
+        smoothing = self.options.label_smoothing
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        if smoothing := self.options.label_smoothing:
+        if smoothing:
             loss = keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=smoothing)
         return {"loss": loss, "metrics": ["accuracy"]}
 
@@ -91,7 +84,9 @@ class Digits(Task):
         import numpy as np
 
         images, labels = load()[split]
-        return images, np.eye(10, dtype=np.float32)[labels] if self.options.label_smoothing else labels
+        if self.options.label_smoothing:
+            labels = np.eye(10, dtype=np.float32)[labels]
+        return images, labels
 
 
 @functools.cache

@@ -3,10 +3,9 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
-from tfdist.errors import format_value
+from tfdist.config.constraints import between, option
 from tfdist.tasks.base import Task
 
 if TYPE_CHECKING:
@@ -14,6 +13,7 @@ if TYPE_CHECKING:
     import tensorflow as tf
 
 _MOST = 10**9
+_SIZE = between(1, _MOST)
 
 
 @dataclasses.dataclass
@@ -28,18 +28,11 @@ class Options:
         examples: Number of training examples.
     """
 
-    features: int = 1024
-    width: int = 2048
-    layers: int = 3
-    classes: int = 10
-    examples: int = 4096
-
-    def faults(self) -> Iterator[str]:
-        """Yields the errors in the options."""
-        for field in dataclasses.fields(self):
-            least = 0 if field.name == "layers" else 1
-            if not least <= (value := getattr(self, field.name)) <= _MOST:
-                yield f"task_options.{field.name} must be {least} to {_MOST}. Received: {format_value(value)}."
+    features: int = option(1024, *_SIZE)
+    width: int = option(2048, *_SIZE)
+    layers: int = option(3, *between(0, _MOST))
+    classes: int = option(10, *_SIZE)
+    examples: int = option(4096, *_SIZE)
 
 
 class Synthetic(Task):

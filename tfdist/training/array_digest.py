@@ -13,12 +13,16 @@ from tfdist.aliases import Data, Structure
 
 _ROWS = 128  # sampled from each array, evenly spaced
 _ROW_VALUES = 256  # sampled from each of these rows, evenly spaced
-TOLERANCE = 1e-5  # between digests of equal arrays: processors may round differently
 
 
 def describe(data: Data) -> str:
     """Returns the types and shapes of the arrays in a structure, and their first values; empty without arrays."""
     return "; ".join(f"{_kind(array)}{_first(array)}" for array in _arrays(data))
+
+
+def shapes(data: Data) -> str:
+    """Returns the types and shapes of the arrays in a structure; empty without arrays."""
+    return "; ".join(map(_kind, _arrays(data)))
 
 
 def kinds(data: Data) -> str:
@@ -44,7 +48,9 @@ def _digest(array: Structure) -> float:
     values = _sample(array)
     if values.dtype.kind not in "biufc":
         return 1000 * zlib.crc32(repr(values.tolist()).encode()) / 2**32
-    values = np.nan_to_num(values.view(values.real.dtype) if values.dtype.kind == "c" else values.astype(np.float64))
+    if values.dtype.kind == "c":
+        values = values.view(values.real.dtype)
+    values = np.nan_to_num(values.astype(np.float64))
     norm = float(np.linalg.norm(values))
     if not norm:
         return 0.0
@@ -60,9 +66,9 @@ def _sample(array: Structure) -> np.ndarray:
         return _sample(array.flat_values)
     if hasattr(array, "tocsr"):  # of SciPy
         return _sample(array.tocsr().data)
-    rows = np.unique(np.linspace(0, max(int(array.shape[0]) - 1, 0), _ROWS).astype(np.int64))
     if not array.shape[0]:
         return np.zeros(0)
+    rows = np.unique(np.linspace(0, int(array.shape[0]) - 1, _ROWS).astype(np.int64))
     if hasattr(array, "iloc"):  # of pandas
         taken = array.iloc[rows].to_numpy()
     elif tf.is_tensor(array):
@@ -70,6 +76,7 @@ def _sample(array: Structure) -> np.ndarray:
     elif hasattr(array, "detach"):  # of PyTorch
         taken = array.detach()[rows].cpu().numpy()
     elif isinstance(array, np.ndarray):
+        # Rows are views: only the sampled values are copied, or read from a memory map.
         size = max(array.size // len(array), 1)
         return np.concatenate([array[row].reshape(-1)[:: -(-size // _ROW_VALUES)] for row in rows])
     else:
@@ -91,4 +98,6 @@ def _first(array: Structure) -> str:
     values = _sample(array)[:1]
     if not len(values):
         return ""
-    return f" from {values[0]:g}" if values.dtype.kind in "biuf" else f" from {values[0]!r}"
+    if values.dtype.kind in "biuf":
+        return f" from {values[0]:g}"
+    return f" from {values[0]!r}"

@@ -9,16 +9,17 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.backup import compatibility, listing
+from tfdist.backup import compatibility, search
 from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import ReadError
 from tfdist.backup.state import named_variables, replica_key, replicas_of
-from tfdist.backup.storage import SHARED, Storage
-from tfdist.compat import optimizer_search
+from tfdist.backup.storage import Storage
+from tfdist.compat import laid_out, optimizer_search
 from tfdist.config import TrainConfig
 from tfdist.config.train import fixed
 from tfdist.errors import BackupError, ConfigError, format_value
 from tfdist.gradients.configured_optimizer import build_optimizer
+from tfdist.layers.table import Table
 from tfdist.runtime.log import logger
 from tfdist.training import configured, task_checks
 from tfdist.training.trainer import Trainer
@@ -36,7 +37,8 @@ def export(config: TrainConfig, folder: str, path: str, step: int | None = None)
     storage = Storage(folder, 0, 1)
     point, manifest, weights = _newest(storage, step)
     backup = storage.path(point)
-    backed_up, current = manifest["about"].get("config", {}), compatibility.to_jsonable(fixed(config))
+    backed_up = manifest["about"].get("config", {})
+    current = compatibility.to_jsonable(fixed(config))
     for name in _SAME:
         if backed_up.get(name) != current[name]:
             raise ConfigError(
@@ -63,17 +65,20 @@ def export(config: TrainConfig, folder: str, path: str, step: int | None = None)
     return backup
 
 
-def _newest(storage: Storage, step: int | None) -> tuple[SavePoint, dict[str, Any], dict[Any, Any]]:
+def _newest(storage: Storage, step: int | None) -> tuple[SavePoint, Mapping[str, Any], dict[_Key, np.ndarray]]:
     why: list[str] = []
     for point in _points(storage, step):
         try:
-            manifest = listing.check_manifest(storage, point)
-            return point, manifest, read_weights(storage, point, manifest)
-        except ReadError as e:
+            return point, *read_weights(storage, point)
+        except (ReadError, ConfigError) as e:
             why.append(str(e))
             logger.warning(f"{e}; trying the backup before it")
-    of_step = "" if step is None else f" of step {step}"
-    raise BackupError(f"{storage.folder!r} holds no complete backup{of_step}{': ' if why else ''}{'; '.join(why)}.")
+    message = f"{storage.folder!r} holds no complete backup"
+    if step is not None:
+        message += f" of step {step}"
+    if why:
+        message += f": {'; '.join(why)}"
+    raise BackupError(f"{message}.")
 
 
 def _points(storage: Storage, step: int | None) -> Iterator[SavePoint]:
@@ -84,21 +89,24 @@ def _points(storage: Storage, step: int | None) -> Iterator[SavePoint]:
     yield from (point for point in points if step is None or point.step == step)
 
 
-def read_weights(storage: Storage, point: SavePoint, manifest: Mapping[str, Any]) -> dict[_Key, np.ndarray]:
-    """Returns the values of all variables in a backup, as an evaluation at the backup's step uses them.
+def read_weights(storage: Storage, point: SavePoint) -> tuple[Mapping[str, Any], dict[_Key, np.ndarray]]:
+    """Returns a backup's manifest, and the values of all its variables, as an evaluation at the backup's step uses them.
 
-    State that differs between replicas, such as moving statistics, is averaged, as `Trainer.evaluate` does. Raises
-    CorruptBackupError if a file is damaged.
+    State that differs between replicas, such as moving statistics, is averaged, as `Trainer.evaluate` does. Raises as `search.read_backup` does.
     """
-    shared = storage.read_part(point, SHARED)
+    manifest, shared, parts = search.read_backup(storage, point)
     variables = manifest["about"]["variables"]
     own: dict[str, list[np.ndarray]] = {}
-    for rank in range(manifest["tasks"]):
-        tensors = storage.read_part(point, f"rank-{rank}")
+    for tensors in parts:
         for name, replicas in replicas_of(tensors).items():
             own.setdefault(name, []).extend(tensors[replica_key(replica, name)] for replica in replicas)
-    names = sorted(variables, key=lambda name: int(name.partition("/")[0]))
-    return dict(_keyed((name, shared[name] if name in shared else _mean(own[name])) for name in names))
+    named = []
+    for name in sorted(variables, key=lambda name: int(name.partition("/")[0])):
+        value = shared.get(name)
+        if value is None:
+            value = _mean(own[name])
+        named.append((name, np.asarray(value)))
+    return manifest, dict(_keyed(named))
 
 
 def load_weights(model: keras.Model, weights: Mapping[_Key, np.ndarray], source: str) -> None:
@@ -108,16 +116,20 @@ def load_weights(model: keras.Model, weights: Mapping[_Key, np.ndarray], source:
     """
     optimizers = optimizer_search.optimizers(model)
     excluded = [*model.metrics_variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
-    skipped = {id(variable.value) for variable in excluded}
+    skipped = {id(held) for variable in excluded for held in (variable, variable.value)}
     for key, variable in _keyed(named_variables(model)):
-        if id(variable) in skipped:
+        if id(variable) in skipped or (isinstance(variable, Table) and id(variable.shards[0].value) in skipped):
             continue
         value = weights.get(key)
+        shape = "is missing" if value is None else f"{value.shape}"
         if value is None or value.shape != tuple(variable.shape):
             raise ConfigError(
                 f"The weights of {source} do not fit this model: {key[0]} has shape {tuple(variable.shape)} in the model, and "
-                f"{'is missing' if value is None else f'{value.shape}'} in the backup. Build the model of the training."
+                f"{shape} in the backup. Build the model of the training."
             )
+        if isinstance(variable, Table) or laid_out.is_laid_out(variable):
+            variable.assign(value)
+            continue
         for component in model.distribute_strategy.experimental_local_results(variable):
             component.assign(tf.cast(value, component.dtype))
 
@@ -133,5 +145,6 @@ def _keyed(named: Iterable[tuple[str, Any]]) -> Iterator[tuple[_Key, Any]]:
 
 def _mean(values: list[np.ndarray]) -> np.ndarray:
     # NumPy does not classify bfloat16 as floating; TensorFlow does.
-    floating = tf.as_dtype(values[0].dtype).is_floating
-    return np.mean(np.asarray(values, np.float64), axis=0) if floating else values[0]
+    if tf.as_dtype(values[0].dtype).is_floating:
+        return np.mean(np.asarray(values, np.float64), axis=0)
+    return values[0]

@@ -16,8 +16,8 @@ import tensorflow as tf
 
 from tfdist.aliases import Function, Logs
 from tfdist.runtime.files import write_error_reason
+from tfdist.runtime.folders.temporary import temporary_folder
 from tfdist.runtime.log import logger
-from tfdist.runtime.temporary import temporary_folder
 
 # These callbacks read each step's logs and the time. They change neither the model nor the training.
 _KERAS_OBSERVERS = (keras.callbacks.TensorBoard, keras.callbacks.ProgbarLogger)
@@ -65,13 +65,14 @@ def redirect_to_temporary_files(callbacks: Sequence[keras.callbacks.Callback]) -
 
     For workers: a subclass that predicts in a hook must run on all of them, but their files would overwrite the chief's.
     """
-    # A path of None means that the callback does not write.
-    writers = [
-        (callback, name, path)
-        for callback in callbacks
-        if (name := place_attribute(callback))
-        and isinstance(path := getattr(callback, name, None), (str, pathlib.PurePath))
-    ]
+    writers = []
+    for callback in callbacks:
+        name = place_attribute(callback)
+        if name is None:
+            continue
+        path = getattr(callback, name, None)
+        if isinstance(path, (str, pathlib.PurePath)):  # None means that the callback does not write
+            writers.append((callback, name, path))
     if not writers:
         yield
         return
@@ -91,13 +92,17 @@ def _redirect(path: str | pathlib.PurePath, folder: str) -> str | pathlib.Path:
         return _NO_SERVER
     os.mkdir(folder)
     file = os.path.join(folder, os.path.basename(path))
-    return file if isinstance(path, str) else pathlib.Path(file)
+    if isinstance(path, str):
+        return file
+    return pathlib.Path(file)
 
 
 def guard_log_files(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
     """Returns callbacks to add, so that an unwritable CSV log causes one warning and no error."""
     loggers = [callback for callback in callbacks if isinstance(callback, keras.callbacks.CSVLogger)]
-    return [_LogFileGuard(loggers)] if loggers else []
+    if not loggers:
+        return []
+    return [_LogFileGuard(loggers)]
 
 
 class _LogFileGuard(keras.callbacks.Callback):
@@ -117,7 +122,8 @@ class _OptionalFile:
     """A file that logs one warning, and raises no error, if it cannot be written."""
 
     def __init__(self, file: Any, path: str):
-        self._file, self._path = file, path
+        self._file = file
+        self._path = path
         self._has_warned = False
 
     def write(self, text: str) -> None:

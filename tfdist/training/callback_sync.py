@@ -19,10 +19,14 @@ import tensorflow as tf
 from tfdist.aliases import Logs, Variables
 from tfdist.collectives import hardware
 from tfdist.collectives.ranks import Ranks
+from tfdist.compat import optimizer_search
 from tfdist.errors import ClusterError
+from tfdist.gradients import local_steps
+from tfdist.layers.table import common
 from tfdist.replicas import equal_weights
-from tfdist.runtime.phase import phase
+from tfdist.runtime.report.phase import phase
 from tfdist.strategy import Strategy
+from tfdist.training.alike import Alike
 from tfdist.training.callback_kinds import only_observes, only_writes
 
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
@@ -60,7 +64,10 @@ def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
 
 
 class _Synchronize(keras.callbacks.Callback):
-    """The first callback: synchronizes statistics across ranks, so that a later callback may read the model on one rank alone."""
+    """The first callback: synchronizes statistics across ranks, so that a later callback may read the model on one rank alone.
+
+    To average them at each step (`on_batches`) changes their last bits, and those of gradient accumulators.
+    """
 
     def __init__(self, strategy: Strategy, on_batches: bool):
         super().__init__()
@@ -70,7 +77,17 @@ class _Synchronize(keras.callbacks.Callback):
     def _synchronize(self, *_: Any, **__: Any) -> None:
         self._strategy.statistics.synchronize()
 
-    on_train_begin = on_train_end = on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = _synchronize
+    on_epoch_begin = on_epoch_end = on_test_begin = on_test_end = _synchronize
+
+    def on_train_begin(self, logs: Logs = None) -> None:
+        for local in local_steps.of_model(self.model):
+            local.begin()
+        self._synchronize()
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        for local in local_steps.of_model(self.model):
+            local.end()
+        self._synchronize()
 
     def on_train_batch_begin(self, batch: int, logs: Logs = None) -> None:
         if self._on_batches:
@@ -113,7 +130,7 @@ class _CheckConsistency(keras.callbacks.Callback):
         if self._check_weights or not self._alike:
             self._weights_are_equal(f"after epoch {epoch + 1}")
         else:
-            equal_weights.check_equal_on_replicas(self._strategy, self.model.weights)
+            equal_weights.check_equal_on_replicas(self._strategy, self.model.weights, by_optimizer=False)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._agree()
@@ -129,8 +146,11 @@ class _CheckConsistency(keras.callbacks.Callback):
         # LossScaleOptimizer does not use its own learning rate.
         rate = getattr(getattr(optimizer, "inner_optimizer", optimizer), "learning_rate", None)
         # A schedule is a function of the step: equal on all ranks.
-        local_rate = float(rate.numpy()) if isinstance(rate, keras.Variable) else 0.0
+        local_rate = 0.0
+        if isinstance(rate, keras.Variable):
+            local_rate = float(rate.numpy())
         gathered = self._ranks.gather(float(self.model.stop_training), local_rate)
+        # Any rank may stop all; the chief's learning rate applies.
         self.model.stop_training = bool(gathered[:, 0].any())
         if (gathered[:, 1] != gathered[0, 1]).any():
             optimizer.learning_rate = float(gathered[0, 1])
@@ -139,27 +159,24 @@ class _CheckConsistency(keras.callbacks.Callback):
         equal_weights.check_equal_on_replicas(self._strategy, self.model.weights)
         if self._ranks.size == 1:
             return
-        variables = [*self.model.weights, *getattr(self.model.optimizer, "variables", [])]
-        prints = self._ranks.gather(float(fingerprint(variables)))[:, 0]
-        if (prints == prints[0]).all():
-            return
-        if self._alike:
-            others = [rank for rank in range(self._ranks.size) if prints[rank] != prints[0]]
-            fingerprints = self._ranks.gather(*(float(fingerprint([variable])) for variable in variables))
-            first = next(
-                getattr(v, "path", v.name)
-                for v, column in zip(variables, fingerprints.T, strict=True)
-                if len({*column}) > 1
-            )
-            unlike = hardware.describe_difference(self._strategy)
-            raise ClusterError(
-                f"The model's or optimizer's variables of task {others} differ from the chief's {when}, though all "
-                f"tasks have the same callbacks; {first} first. Does something set weights from values that differ between tasks?"
-                + f" These tasks also differ in {unlike}, which changes the rounding of sums."
-                * bool(unlike)
-            )
+        optimizers = optimizer_search.optimizers(self.model)
+        held = [*self.model.weights]
+        if not self._strategy.sync_every:
+            held += getattr(self.model.optimizer, "variables", [])
+        variables = common(held, optimizers)
+        remedy = f"They were compared {when}. Does something set weights from values that differ between tasks?"
+        hardware_difference = hardware.describe_difference(self._strategy)
+        if hardware_difference:
+            remedy += f" The tasks also differ in {hardware_difference}, which changes the rounding of sums."
+        alike = Alike(self._ranks)
         for variable in variables:
-            variable.assign(self._ranks.broadcast(tf.convert_to_tensor(variable.value)))
+            name = getattr(variable, "path", variable.name)
+            alike.add(f"The variable {name}", f"checksum {fingerprint([variable]):08x}", remedy)
+        if self._alike:
+            alike.check(ClusterError)
+        elif alike.difference():
+            for variable in variables:
+                variable.assign(self._ranks.broadcast(tf.convert_to_tensor(variable.value)))
 
 
 def fingerprint(variables: Variables) -> int:

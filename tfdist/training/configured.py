@@ -15,10 +15,12 @@ from tfdist.aliases import Logs
 from tfdist.config import TrainConfig
 from tfdist.config import callbacks as callbacks_lib
 from tfdist.errors import ConfigError, describe_error, format_value, unknown_name_message
-from tfdist.runtime import storage
 from tfdist.runtime.files import check_opens, write_error_reason
-from tfdist.runtime.temporary import temporary_folder
-from tfdist.training import task_checks
+from tfdist.runtime.folders import storage
+from tfdist.runtime.folders.temporary import temporary_folder
+from tfdist.runtime.folders.workdir import Workdir
+from tfdist.runtime.report.phase import phase
+from tfdist.training import export_best, task_checks
 from tfdist.training.trainer import Trainer
 
 # Methods that determine the names of a model's metrics. If the user overrides one, the names are known after an epoch.
@@ -44,7 +46,8 @@ def prepare_process(config: TrainConfig) -> None:
 
 def load_initial_weights(config: TrainConfig, trainer: Trainer, model: keras.Model) -> None:
     """Loads `config.initial_weights`, if set, into a built model, on every rank. Raises ConfigError for a file that does not fit."""
-    if not (path := config.initial_weights):
+    path = config.initial_weights
+    if not path:
         return
     try:
         with local_copy(path) as local, trainer.scope():
@@ -67,6 +70,23 @@ def local_copy(path: str) -> Iterator[str]:
         local = os.path.join(folder, os.path.basename(path))
         storage.with_retries(lambda: storage.download(path, local))
         yield local
+
+
+def save_model(config: TrainConfig, workdir: Workdir, trainer: Trainer, model: keras.Model) -> None:
+    """Saves the trained model in the work directory, and exports it if configured."""
+    with phase("saving"):
+        if trainer.is_chief:
+            workdir.check_owner()
+        trainer.save(model, os.path.join(workdir, "model.keras"), delete_backup=False)
+        if config.export.final:
+            final = os.path.join(export_folder(config, workdir), "final")
+            path = os.path.join(final, str(export_best.newest_version(final) + 1))
+            trainer.export(model, path, delete_backup=False)
+
+
+def export_folder(config: TrainConfig, workdir: Workdir) -> str:
+    """Returns the folder of exported models."""
+    return config.export.dir or os.path.join(workdir, "export")
 
 
 def make_export_folder(path: str) -> None:
@@ -109,7 +129,8 @@ class MonitoredMetrics(keras.callbacks.Callback):
         validated = any(name.startswith("val_") for name in logs)
         later = {pair for pair in self._missing if pair[1].startswith("val_") and not validated}
         known = [*logs, "learning_rate"]
-        self._check([metric for _, metric in self._missing if (_, metric) not in later and metric not in known], known)
+        due = [metric for name, metric in self._missing if (name, metric) not in later]
+        self._check([metric for metric in due if metric not in known], known)
         self._missing = dict.fromkeys(later)
 
     def _check(self, missing: list[str], known: Iterable[str]) -> None:
@@ -119,27 +140,22 @@ class MonitoredMetrics(keras.callbacks.Callback):
 
 
 def build_callbacks(
-    config: TrainConfig, is_chief: bool = True, mirrored: tuple[str, str] = ("", "")
+    config: TrainConfig, is_chief: bool = True, workdir: Workdir | None = None
 ) -> list[keras.callbacks.Callback]:
-    """Creates the callbacks of a configuration.
+    """Creates the callbacks of a configuration. If the work directory is at a URL, they may write files below the URL.
 
-    Args:
-        config: The configuration.
-        is_chief: Whether this task writes the callbacks' files.
-        mirrored: The work directory if it is a URL, and its local mirror, in which callbacks write the files of the URL.
-
-    Raises:
-        ConfigError: A callback cannot be created or, on the chief, cannot write its file.
+    Raises ConfigError if a callback cannot be created or, on the chief, cannot write its file.
     """
     callbacks: list[keras.callbacks.Callback] = []
-    if monitored := list(callbacks_lib.monitored(config.callbacks)):
+    monitored = list(callbacks_lib.monitored(config.callbacks))
+    if monitored:
         has_custom = any(":" in name for name, _ in callbacks_lib.parse(config.callbacks))
         callbacks.append(MonitoredMetrics(monitored, at_once=not has_custom))
     for name, arguments in callbacks_lib.parse(config.callbacks):
         make = callbacks_lib.resolve(name)
         written = {"CSVLogger": "filename", "ModelCheckpoint": "filepath"}.get(name, "")
-        if written and storage.is_url(path := arguments[written]):
-            arguments[written] = _mirrored_path(path, *mirrored)
+        if written and storage.is_url(arguments[written]):
+            arguments[written] = _local_path(arguments[written], workdir)
         try:
             callback = make(**arguments)
         except Exception as e:
@@ -150,23 +166,25 @@ def build_callbacks(
             raise ConfigError(
                 f"callback {name!r} must return a keras.callbacks.Callback. Received: {format_value(callback)}."
             )
-        if is_chief and written and (why := _why_not_writable(arguments[written], name == "ModelCheckpoint")):
-            raise ConfigError(
-                f"callbacks: {written} of {name} must be a file that can be written. Received: {format_value(arguments[written])} ({why})."
-            )
+        if is_chief and written:
+            path = arguments[written]
+            why = _why_not_writable(path, name == "ModelCheckpoint")
+            if why:
+                raise ConfigError(
+                    f"callbacks: {written} of {name} must be a file that can be written. Received: {format_value(path)} ({why})."
+                )
         callbacks.append(callback)
     return callbacks
 
 
-def _mirrored_path(path: str, url: str, folder: str) -> str:
-    if not url or not path.startswith(f"{url}/"):
+def _local_path(url: str, workdir: Workdir | None) -> str:
+    path = workdir.local_path(url) if workdir else None
+    if path is None:
         raise ConfigError(
-            f"callbacks: Keras' callbacks write to local files. Received: {format_value(storage.shown(path))}. Give a local path, or one below "
-            f"the work directory, if --workdir is a URL{f', such as {url}/log.csv' if url else ''}."
+            f"callbacks: Keras' callbacks write to local files. Received: {format_value(storage.shown(url))}. Give a local path, or one below "
+            "the work directory, if --workdir is a URL."
         )
-    local = os.path.join(folder, path.removeprefix(f"{url}/"))
-    os.makedirs(os.path.dirname(local.partition("{")[0]), exist_ok=True)
-    return local
+    return path
 
 
 def _why_not_writable(path: str, is_pattern: bool) -> str:
@@ -177,7 +195,9 @@ def _why_not_writable(path: str, is_pattern: bool) -> str:
             os.makedirs(folder, exist_ok=True)
         except OSError as e:
             return write_error_reason(e)
-        return "" if os.access(folder, os.W_OK) else os.strerror(errno.EACCES)
+        if not os.access(folder, os.W_OK):
+            return os.strerror(errno.EACCES)
+        return ""
     try:
         check_opens(path)
         with open(path, "ab"):

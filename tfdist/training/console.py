@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import sys
+from typing import Any
 
 import keras
 
-from tfdist.compat import optimizer_search
+from tfdist.compat import keras_internals, optimizer_search
 from tfdist.runtime.log import is_terminal, logger
 
 
@@ -15,22 +16,26 @@ def describe_replicas(replicas: int, global_batch_size: int | None, asynchronous
 
     Asynchronous workers count as replicas; each takes batches of the global size.
     """
-    number, batch = replicas, global_batch_size
+    plural = "s" if replicas > 1 else ""
+    name = "worker" if asynchronous else "replica"
+    described = f"{replicas} {name}{plural}"
+    if global_batch_size is None:
+        return described
     if asynchronous:
-        batches = "" if batch is None else f", each with batches of {batch}"
-        return f"{number} worker{'s' if number > 1 else ''}{batches}"
-    share = f" = {number} x {(batch or 0) // number}" if batch and batch % number == 0 else ", dealt out evenly"
-    batches = "" if batch is None else f", global batch {batch}{share}"
-    return f"{number} replica{'s' if number > 1 else ''}{batches}"
+        return f"{described}, each with batches of {global_batch_size}"
+    part, rest = divmod(global_batch_size, replicas)
+    share = ", dealt out evenly" if rest else f" = {replicas} x {part}"
+    return f"{described}, global batch {global_batch_size}{share}"
 
 
-def verbosity(verbose: str | int, is_chief: bool) -> str | int:
-    """Returns the `verbose` that Keras gets: 0 off the chief; one line per epoch where a progress bar cannot redraw its line."""
-    if not is_chief:
-        return 0
+def set_verbosity(arguments: dict[str, Any], is_chief: bool) -> None:
+    """Sets `verbose` in arguments for Keras: 0 off the chief; one line per epoch where a progress bar cannot redraw its line."""
     # A bar redraws its line, which only a terminal or a notebook shows as one.
     redraws = "ipykernel" in sys.modules or is_terminal()
-    return verbose if redraws or verbose not in ("auto", 1) else 2
+    if not is_chief:
+        arguments["verbose"] = 0
+    elif arguments.setdefault("verbose", "auto") in ("auto", 1) and not redraws:
+        arguments["verbose"] = 2
 
 
 def print_missing_update(model: keras.Model) -> None:
@@ -38,7 +43,11 @@ def print_missing_update(model: keras.Model) -> None:
     for optimizer in optimizer_search.optimizers(model):
         inner = getattr(optimizer, "inner_optimizer", optimizer)
         accumulated = getattr(inner, "gradient_accumulation_steps", None)
-        if accumulated and inner.built and 0 < (steps := int(inner.iterations.numpy())) < accumulated:
+        if not accumulated or not inner.built:
+            continue
+        # Not `iterations`, in which Keras counts updates instead of steps.
+        steps = int(keras_internals.step_counter(inner).numpy())
+        if 0 < steps < accumulated:
             logger.warning(
                 f"no weight was updated: the training had {steps} steps, fewer than gradient_accumulation_steps={accumulated}; "
                 "train longer, or lower gradient_accumulation_steps."

@@ -88,8 +88,9 @@ class Step:
             ConfigError: The strategy cannot run the step.
         """
         engine = self._context.engine
-        inside_loop = self._context.is_at_work  # `loop` has made the preparations of `stepping` already
-        with contextlib.nullcontext() if inside_loop else self._context.stepping(self.model):
+        with contextlib.ExitStack() as stack:
+            if not self._context.is_at_work:  # `loop` has made the preparations of `stepping` already
+                stack.enter_context(self._context.stepping(self.model))
             logs = single_steps.run(engine, self.model, "train_step", batch, reset_metrics=False, is_whole=False)
         self.model.logs = logs
         return logs
@@ -131,6 +132,6 @@ class Step:
             "verbose": 0,
             **kwargs,
         }
-        arguments = {name: value for name, value in arguments.items() if value is not None}
-        with loops.training(self._context, self.model, {"x": x, **arguments}) as complete:
-            yield from loop.steps(self._context.engine, self.model, **complete)
+        arguments = {"x": x, **{name: value for name, value in arguments.items() if value is not None}}
+        with loops.training(self._context, self.model, arguments) as surroundings:
+            yield from loop.steps(surroundings, self.model, **arguments)

@@ -22,9 +22,11 @@ from tfdist.errors import ConfigError
 from tfdist.monitoring.event_files import BY_ITERATIONS, Run
 from tfdist.monitoring.summary import finite_or_none
 from tfdist.monitoring.tensorboard import is_number
-from tfdist.runtime import progress, storage
 from tfdist.runtime.files import open_own, read_file
+from tfdist.runtime.folders import storage
+from tfdist.runtime.folders.workdir import Workdir
 from tfdist.runtime.log import logger
+from tfdist.runtime.report import progress
 from tfdist.training import configured, task_checks
 from tfdist.training.backup_export import load_weights, read_weights
 from tfdist.training.trainer import Trainer
@@ -32,22 +34,14 @@ from tfdist.training.trainer import Trainer
 MODEL = "model.keras"
 EVALUATIONS = "evaluations.jsonl"
 _LOOK_EVERY = 0.5  # seconds between two searches for a backup
-_SETTLES_WITHIN = (
-    3.0  # seconds for which a backup may look damaged while it is removed, or not yet visible on this host
-)
+# Seconds for which a backup may look damaged while it is removed, or not yet visible on this host.
+_SETTLES_WITHIN = 3.0
 
 
-def evaluate_backups(config: TrainConfig, workdir: pathlib.Path | str, logs: pathlib.Path, task: str) -> None:
+def evaluate_backups(config: TrainConfig, workdir: Workdir, task: str) -> None:
     """Evaluates the backups of a training run of other processes, on one device, until that run has finished.
 
-    Args:
-        config: The configuration of the run.
-        workdir: The work directory of the run, a path or a URL.
-        logs: The local folder of the results: `workdir`, or the mirror of the URL.
-        task: The name of this task.
-
-    Raises:
-        ConfigError: There is no validation data.
+    `config` and `workdir` are those of the run; `task` is the name of this task. Raises ConfigError without validation data.
     """
     configured.fix_threads(config)
     trainer = Trainer("one_device", cluster=False)
@@ -59,14 +53,14 @@ def evaluate_backups(config: TrainConfig, workdir: pathlib.Path | str, logs: pat
         raise ConfigError(f"The evaluator needs validation data, but eval_data() of task {config.task!r} returns None.")
     model = configured.build_model(trainer, config, trained, keras.optimizers.SGD)  # the optimizer is never used
     backup_dir = backup_arguments(config, workdir)["backup_dir"]
-    Evaluator(model, data, backup_dir, workdir, task, config.optimizer.use_ema, logs).run()
+    Evaluator(model, data, backup_dir, workdir, task, config.optimizer.use_ema).run()
 
 
 class Evaluator:
     """A loop that evaluates the backups of another process's training run. It joins no collective and writes no backup.
 
     The model was built in the scope of a trainer of one device, and compiled. `final_differs` says whether the trained model's weights
-    differ from those of the last backup. `logs` is the folder of the results, if it is not `workdir`.
+    differ from those of the last backup.
     """
 
     def __init__(
@@ -74,19 +68,18 @@ class Evaluator:
         model: keras.Model,
         data: tf.data.Dataset,
         backup_dir: str,
-        workdir: pathlib.Path | str,
+        workdir: Workdir,
         task: str,
         final_differs: bool,
-        logs: pathlib.Path | None = None,
     ):
-        self._model, self._data = model, data
+        self._model = model
+        self._data = data
         self._storage = Storage(backup_dir, 0, 1)
-        self._workdir = os.fspath(workdir)
+        self._workdir = workdir
         self._final_differs = final_differs
-        self._log = EvaluationLog(logs or pathlib.Path(workdir), task)
-        self._progress = progress.Progress(task)
+        self._log = EvaluationLog(workdir.logs, task)
         self._signs_of_life = keras.callbacks.LambdaCallback()
-        self._signs_of_life.on_test_batch_end = lambda batch, logs=None: self._progress.touch()
+        self._signs_of_life.on_test_batch_end = lambda batch, logs=None: progress.touch()
         self._seen: set[tuple[SavePoint, int]] = set()  # save points, and when they were written
         self._waits = False  # for a storage that cannot be read now
         self._doubtful: dict[tuple[SavePoint, int], float] = {}  # backups that look damaged, and since when
@@ -103,8 +96,8 @@ class Evaluator:
             for point, manifest, weights in self._new_backups():
                 has_new = True
                 load_weights(self._model, weights, self._storage.path(point))
-                step, epoch = point.step, manifest["position"]["epoch"]
-                self._evaluate(manifest["training"], step, epoch, point.folder, self._storage.path(point))
+                epoch = manifest["position"]["epoch"]
+                self._evaluate(manifest["training"], point.step, epoch, point.folder, self._storage.path(point))
             if not has_new and summary and not self._doubtful and not self._waits:
                 self._evaluate_final(summary)
                 return
@@ -116,15 +109,18 @@ class Evaluator:
         path = os.path.join(self._workdir, "summary.json")
         try:
             begun = max(storage.modified(os.path.join(self._workdir, "config.json")) / 1e9, progress.launched())
-            return json.loads(storage.read(path)) if storage.modified(path) / 1e9 >= begun else None
+            if storage.modified(path) / 1e9 >= begun:
+                return json.loads(storage.read(path))
         except (FileNotFoundError, storage.PassingError):  # it is read again soon
-            return None
+            pass
+        return None
 
     def _new_backups(self) -> Iterator[tuple[SavePoint, Mapping[str, Any], Any]]:
         """Yields the backups to evaluate, oldest first; the training may remove backups in the meantime."""
         try:
-            points, doubtful = self._storage.points(), {}
+            points = self._storage.points()
         except ReadError as e:
+            # A local folder that cannot be read stays so; an object store may answer again.
             if not storage.is_url(self._storage.folder):
                 raise
             if not self._waits:
@@ -133,24 +129,29 @@ class Evaluator:
             return
         self._waits = False
         newest = next(filter(self._storage.is_complete, points), None)
+        doubtful = {}
         for point in reversed(points):
-            complete = self._storage.is_complete(point)
-            key = (point, self._storage.written_at(point) if complete else 0)
+            is_complete = self._storage.is_complete(point)
+            # A training that begins anew writes other backups to the same save points.
+            written_at = self._storage.written_at(point) if is_complete else 0
+            key = (point, written_at)
             if key in self._seen:
                 continue
             why = ""
             try:
-                if complete:
+                if is_complete:
                     manifest = self._storage.read_manifest(point)
                     if not self._log.contains(manifest["training"], point.step):
-                        weights = read_weights(self._storage, point, manifest)
+                        _, weights = read_weights(self._storage, point)
                         self._seen.add(key)
                         yield point, manifest, weights
                     self._seen.add(key)
                 elif newest and point < newest and self._storage.has_begun(point):
                     why = f"{self._storage.path(point)} was not finished"
-            except ReadError as e:
-                why = str(e) if self._storage.is_complete(point) else ""
+            except (ReadError, ConfigError) as e:
+                # The training may have removed the backup while it was read: then it is not damaged.
+                if self._storage.is_complete(point):
+                    why = str(e)
             since = self._doubtful.get(key, time.monotonic())
             if why and time.monotonic() - since > _SETTLES_WITHIN:
                 self._seen.add(key)
@@ -160,8 +161,11 @@ class Evaluator:
         self._doubtful = doubtful
 
     def _evaluate_final(self, summary: Mapping[str, Any]) -> None:
-        training, step = summary.get("training") or "", summary["steps"]
-        if self._log.contains(training, step, MODEL if self._final_differs else ""):
+        training = summary.get("training") or ""
+        step = summary["steps"]
+        # The last backup holds the same weights, unless the training replaces them by averages at its end.
+        evaluated = MODEL if self._final_differs else ""
+        if self._log.contains(training, step, evaluated):
             return
         path = os.path.join(self._workdir, MODEL)
         with warnings.catch_warnings(), configured.local_copy(path) as local:
@@ -171,10 +175,11 @@ class Evaluator:
         self._evaluate(training, step, summary["epochs"], MODEL, path)
 
     def _evaluate(self, training: str, step: int, epoch: int, backup: str, path: str) -> None:
-        self._progress.write(done=step, epoch=epoch)
+        progress.write(done=step, epoch=epoch)
         arguments = {"verbose": 0, "return_dict": True, "callbacks": [self._signs_of_life]}
         metrics = self._model.evaluate(self._data, **arguments)
         self._log.add(training, step, epoch, backup, metrics)
+        self._workdir.upload()
         values = ", ".join(f"{name} {value:.6g}" for name, value in metrics.items() if isinstance(value, float))
         logger.info(f"step {step} (epoch {epoch}): {values}, of {path}")
 
@@ -219,9 +224,12 @@ class EvaluationLog:
         metrics = {name: finite_or_none(value) for name, value in metrics.items()}
         row = {"step": step, "epoch": epoch, "metrics": metrics}
         row |= {"backup": backup, "training": training, "time": round(time.time(), 3)}
-        torn = self._path.exists() and not read_file(self._path).endswith(b"\n")
+        line = f"{json.dumps(row)}\n"
+        # The last writer may have been killed within a line.
+        if self._path.exists() and not read_file(self._path).endswith(b"\n"):
+            line = f"\n{line}"
         with open(open_own(self._path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
-            file.write((("\n" if torn else "") + json.dumps(row) + "\n").encode())
+            file.write(line.encode())
             os.fsync(file.fileno())
         self.rows.append(row)
         self._draw(row)

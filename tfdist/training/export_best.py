@@ -15,10 +15,10 @@ import numpy as np
 from tfdist.aliases import Logs
 from tfdist.config.export import rises
 from tfdist.errors import ConfigError, unknown_name_message
-from tfdist.runtime import storage
 from tfdist.runtime.files import WriteError, write_error_reason, write_file
+from tfdist.runtime.folders import storage
 from tfdist.runtime.log import logger
-from tfdist.runtime.phase import phase
+from tfdist.runtime.report.phase import phase
 from tfdist.strategies import model_methods, saving
 
 _ABOUT = "assets.extra/tfdist.json"  # a SavedModel's folder for files of other programs
@@ -63,7 +63,8 @@ class ExportBest(keras.callbacks.Callback):
         self.monitor = monitor
         self.best: float | None = None
         self._rises = rises("monitor", monitor, "mode", mode)
-        self._by = [monitor, "max" if self._rises else "min"]
+        mode = "max" if self._rises else "min"
+        self._by = [monitor, mode]
         self._version: int | None = None  # the newest known version, of this training or an earlier one
         self._has_warned = False
 
@@ -75,11 +76,17 @@ class ExportBest(keras.callbacks.Callback):
         """Restores the state from `state_dict`, or from a later export of this training run."""
         if state["by"] != self._by:
             return  # values of another metric or mode do not compare
-        self.best, self._version = state["best"], state["version"]
+        self.best = state["best"]
+        self._version = state["version"]
         newest = newest_version(self.path)
-        if newest > state["version"] and (about := self._about(newest)) and about["by"] == self._by:
-            self.best, self._version = about["metrics"][self.monitor], newest
-            self._remove_others(newest)  # the process may have been killed before this removal
+        if newest <= state["version"]:
+            return
+        # The interrupted run has exported after its last backup. It may have been killed before it removed the earlier exports.
+        about = self._about(newest)
+        if about and about["by"] == self._by:
+            self.best = about["metrics"][self.monitor]
+            self._version = newest
+            self._remove_others(newest)
 
     def on_train_begin(self, logs: Logs = None) -> None:
         if self._version is None:
@@ -90,9 +97,16 @@ class ExportBest(keras.callbacks.Callback):
         value = logs.get(self.monitor)
         if value is None:
             self._explain_absence(epoch, logs)
-        elif math.isfinite(value) and (self.best is None or (value > self.best if self._rises else value < self.best)):
+        elif math.isfinite(value) and self._is_best(value):
             self._export(epoch, {name: float(log) for name, log in logs.items() if np.ndim(log) == 0})
             self.best = float(value)
+
+    def _is_best(self, value: float) -> bool:
+        if self.best is None:
+            return True
+        if self._rises:
+            return value > self.best
+        return value < self.best
 
     def on_train_end(self, logs: Logs = None) -> None:
         if self.best is None:
@@ -113,10 +127,7 @@ class ExportBest(keras.callbacks.Callback):
     def _export(self, epoch: int, metrics: dict[str, float]) -> None:
         version = max(newest_version(self.path), self._version or 0) + 1
         path = os.path.join(self.path, str(version))
-        try:
-            storage.make_folder(self.path)
-        except OSError as e:
-            raise saving.write_error(path, e) from e
+        saving.make_folder(path)
         with phase("saving"), saving.beside(path) as partial:
             saving.outside_of_scopes(model_methods.keras_own("export"), self.model, partial, verbose=False)
             about = os.path.join(partial, _ABOUT)
@@ -127,7 +138,9 @@ class ExportBest(keras.callbacks.Callback):
         try:
             self._remove_others(version)
         except OSError as e:
-            why = storage.reason(e) if storage.is_url(self.path) else write_error_reason(e)
+            why = write_error_reason(e)
+            if storage.is_url(self.path):
+                why = storage.reason(e)
             logger.warning(f"earlier exports in {self.path} are not removed now: {why}; the next export removes them")
 
     def _remove_others(self, version: int) -> None:

@@ -7,8 +7,6 @@ a task exceeds its limit, or if all tasks wait for each other. The verdict is pu
 
 from __future__ import annotations
 
-import atexit
-import contextlib
 import dataclasses
 import json
 import threading
@@ -20,11 +18,12 @@ import tensorflow as tf
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives import calls
 from tfdist.compat import tf_cluster
-from tfdist.runtime import process_end, stacks, work
+from tfdist.runtime.end import hooks, process_end
 from tfdist.runtime.log import logger
-from tfdist.runtime.phase import Phase, Phases
-from tfdist.runtime.phase import main as phases_of_process
-from tfdist.runtime.task_report import TIMEOUT_SECONDS, Report, Reporter
+from tfdist.runtime.report import stacks, work
+from tfdist.runtime.report.phase import Phase, Phases
+from tfdist.runtime.report.phase import main as phases_of_process
+from tfdist.runtime.report.task_report import TIMEOUT_SECONDS, Report, Reporter
 
 REASON_PREFIX = "tfdist: "  # begins the reason with which this process aborts the collectives of all workers
 HANG = " has waited "  # part of the reason if a task hangs
@@ -32,7 +31,7 @@ _VERDICT = "tfdist/hang"
 _REPORT = "tfdist/report/"
 _END_AFTER = 10.0  # seconds after which the named task ends its process
 _NOISE = 10_000.0  # bytes per second and task that the watches themselves send
-_REMEDY = "Start all tasks again, to continue from the last backup if there is one."
+REMEDY = "Start all tasks again, to continue from the last backup if there is one."
 _watch: HangWatch | None = None
 
 
@@ -83,16 +82,13 @@ def verdict(
 ) -> Verdict | None:
     """Returns the end of the job, or None if it continues.
 
-    Args:
-        reports: The reports of all tasks.
-        before: Their reports some seconds ago.
-        asker: A task that has waited for long.
-        timeout_seconds: `Trainer(timeout_seconds=...)`; 0 means no limit.
+    `before` holds the reports of all tasks some seconds ago; `asker` has waited for long; 0 seconds mean no limit.
     """
     own = reports[asker]
     if not timeout_seconds or own.state != "waits":
         return None
-    if awaited := awaited_tasks(reports, asker):
+    awaited = awaited_tasks(reports, asker)
+    if awaited:
         overruns = {task: report.overrun(own.waited, timeout_seconds) for task, report in awaited.items()}
         named = [task for task, overrun in overruns.items() if overrun]
         if not named:
@@ -106,8 +102,9 @@ def verdict(
     if not _is_confirmed(reports, before):
         return None
     if len({report.call for report in reports.values()}) == 1:
+        # The patience grows while tasks compile: some collectives wait for it.
         if own.waited < timing.warn_after * max(report.patience for report in reports.values()):
-            return None  # some collectives wait while others compile
+            return None
         what = f"all tasks wait in {_where(own)}, and none computes"
         named = list(reports)
     else:
@@ -123,51 +120,53 @@ def verdict(
 def warn(reports: Mapping[str, Report], asker: str, timeout_seconds: float) -> bool:
     """Warns of the tasks that `asker` waits for; returns whether there are any."""
     awaited = awaited_tasks(reports, asker)
-    if awaited:
-        names = ", and ".join(f"{task}, which {report.describe()}" for task, report in awaited.items())
-        limit = f" (Trainer(timeout_seconds={timeout_seconds:g}) is its limit)" if timeout_seconds else ""
-        logger.warning(f"{asker} has waited {reports[asker].waited:.0f} s for {names}; the job goes on{limit}")
-    return bool(awaited)
+    if not awaited:
+        return False
+    names = ", and ".join(f"{task}, which {report.describe()}" for task, report in awaited.items())
+    limit = f" (Trainer(timeout_seconds={timeout_seconds:g}) is its limit)" if timeout_seconds else ""
+    logger.warning(f"{asker} has waited {reports[asker].waited:.0f} s for {names}; the job goes on{limit}")
+    return True
 
 
 def _is_confirmed(reports: Mapping[str, Report], before: Mapping[str, Report]) -> bool:
     """Returns whether all tasks wait in the collectives in which they have waited before, while the network is quiet."""
-    if not work.is_known():
-        return False  # all may compute
+    if not work.is_known():  # without signs of work, all may compute
+        return False
     for task, report in reports.items():
         then = before.get(task)
         if then is None or then.number >= report.number or then.call != report.call or then.state != "waits":
             return False
         seconds = report.waited - then.waited
+        # A large exchange may take long. It is no deadlock while bytes move, other than those of the reports themselves.
         if seconds <= 0 or abs(report.transferred - then.transferred) > _NOISE * len(reports) * seconds:
             return False
     return True
 
 
 def _where(report: Report) -> str:
-    return f"step {report.steps}" if report.wait == "step" else f"an exchange after step {report.steps}"
+    if report.wait == "step":
+        return f"step {report.steps}"
+    return f"an exchange after step {report.steps}"
 
 
 class HangWatch:
     """Thread that publishes this task's reports, and reads those of the others if this task waits for long. It runs until the process ends.
 
-    Args:
-        cluster: The cluster.
-        task: This process's task.
-        timeout_seconds: The limit; 0 means no limit, None the default.
-        phases: This process's phases.
+    A limit of 0 seconds means no limit, None the default.
     """
 
     def __init__(
         self, cluster: ClusterSpec, task: TaskSpec, timeout_seconds: float | None, phases: Phases = phases_of_process
     ):
-        self._task, self._phases = str(task), phases
+        self._task = str(task)
+        self._phases = phases
         self._tasks = [str(other) for other in cluster.training_tasks()]
         self._limit = TIMEOUT_SECONDS if timeout_seconds is None else timeout_seconds
         self._before: dict[str, Report] = {}
         self._advanced: dict[str, tuple[int, float]] = {}  # the number of each task's last report, and when it was new
         self._warned = (phases.now, 0.0)  # the wait that the last warning was about, and its seconds
         self._over = threading.Event()
+        self._due = time.monotonic() + timing.report_every  # the time of the next report
 
     def start(self) -> None:
         """Starts the thread."""
@@ -177,27 +176,44 @@ class HangWatch:
         vars(thread).update(pydev_do_not_trace=True, is_pydev_daemon_thread=True)
         thread.start()
 
-        def stop() -> None:  # before TensorFlow's shutdown
+        # The hook that is registered last runs first: this one before TensorFlow's shutdown.
+        def stop() -> None:
             self._over.set()
             thread.join(timing.look_every)
 
-        atexit.register(stop)
+        hooks.at_end(hooks.Stage.WATCH, stop)
 
     def _run(self) -> None:
-        reporter, due = Reporter(self._phases), time.monotonic() + timing.report_every
+        reporter = Reporter(self._phases)
+        failed = False
         while not self._over.wait(timing.look_every):
-            stacks.answer_request()
-            with contextlib.suppress(tf.errors.OpError):
-                self._end(Verdict(**json.loads(tf_cluster.published(_VERDICT, 0.01))))
-                return
-            if time.monotonic() < due:
-                continue
-            due = time.monotonic() + timing.report_every
-            wait, own = self._phases.now, reporter.report(timing.warn_after)
-            with contextlib.suppress(tf.errors.OpError):
-                tf_cluster.replace(f"{_REPORT}{self._task}", json.dumps(dataclasses.asdict(own)))
-            if own.asks and own.state == "waits" and (reports := self._reports(own)):
-                self._judge(wait, reports)
+            try:
+                self._look(reporter)
+            except Exception as e:
+                if not failed:
+                    failed = True
+                    reason = f"{type(e).__name__}: {e}"
+                    logger.warning(f"the watch for stuck tasks failed ({reason}); it looks again each second")
+
+    def _look(self, reporter: Reporter) -> None:
+        """Answers requests for stacks, obeys a verdict, and reports if it is time to."""
+        stacks.answer_request()
+        found = tf_cluster.find_published(_VERDICT, 0.01)
+        if found:
+            self._end(Verdict(**json.loads(found)))
+            return
+        if time.monotonic() < self._due:
+            return
+        self._due = time.monotonic() + timing.report_every
+        # Before the report: if the wait ends and another begins meanwhile, the verdict must not be about the new one.
+        wait = self._phases.now
+        own = reporter.report(timing.warn_after)
+        try:
+            tf_cluster.replace(f"{_REPORT}{self._task}", json.dumps(dataclasses.asdict(own)))
+        except tf.errors.OpError:  # the chief has ended, which the watch for lost tasks reports
+            pass
+        if own.asks and own.state == "waits":
+            self._judge(wait, self._reports(own))
 
     def _reports(self, own: Report) -> dict[str, Report]:
         """Returns the reports of all tasks; empty if an earlier task asks, too, and so decides."""
@@ -207,15 +223,15 @@ class HangWatch:
                 reports[task] = own
                 continue
             reports[task] = self._report(task)
+            # Earlier in the order of tasks, which is the same for all: so one task decides.
             if len(reports) <= self._tasks.index(self._task) and reports[task].asks and reports[task].state == "waits":
                 return {}
         return reports
 
     def _report(self, task: str) -> Report:
         """Returns the last report of another task. If the task reports no more, it may be stopped, which another watch finds out; or a library keeps Python's lock."""
-        report = Report()
-        with contextlib.suppress(tf.errors.OpError):
-            report = Report(**json.loads(tf_cluster.published(f"{_REPORT}{task}", 0.5)))
+        text = tf_cluster.find_published(f"{_REPORT}{task}", 0.5)
+        report = Report(**json.loads(text or "{}"))
         now = time.monotonic()
         number, since = self._advanced.setdefault(task, (report.number, now))
         if report.number != number:
@@ -225,13 +241,16 @@ class HangWatch:
         return report
 
     def _judge(self, wait: Phase, reports: dict[str, Report]) -> None:
+        """Ends the job or warns, as the reports require; an earlier task does so if there are none."""
+        if not reports:
+            return
         found = verdict(reports, self._before, self._task, self._limit)
         self._before = reports
         if self._phases.now is not wait:  # the wait has ended meanwhile
             return
         if found:
-            with contextlib.suppress(tf.errors.OpError):  # another task may have been first: its verdict counts
-                tf_cluster.publish(_VERDICT, json.dumps(dataclasses.asdict(found)))
+            # If another task was first, its verdict counts, which `_run` finds.
+            if tf_cluster.try_publish(_VERDICT, json.dumps(dataclasses.asdict(found))):
                 self._end(found)
             return
         warned, seconds = self._warned
@@ -244,9 +263,10 @@ class HangWatch:
         """Aborts this task's collectives. If the task is named and has not ended after 10 s, ends its process."""
         stacks.dump(verdict.message)
         is_named = self._task in verdict.named
-        ending = (
-            f". {_REMEDY}" if is_named else f" (lost={', '.join(verdict.named)})"
-        )  # read by the watch for lost tasks
+        # The watch for lost tasks reads `lost` from the reason.
+        ending = f" (lost={', '.join(verdict.named)})"
+        if is_named:
+            ending = f". {REMEDY}"
         calls.abort_collectives(tf.errors.UNAVAILABLE, f"{REASON_PREFIX}{verdict.message}{ending}")
         if is_named:
             if not self._phases.now.is_wait:

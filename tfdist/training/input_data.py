@@ -17,7 +17,7 @@ from tfdist.aliases import Callbacks, Data, DataIterator, Function, Structure
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import keras_loops, tf_internals, unsupported
 from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE
-from tfdist.data import arrays
+from tfdist.data import arrays, python_items
 from tfdist.data.generator_batches import GeneratorBatches, GeneratorReading, batches_of
 from tfdist.data.python_items import GeneratorItems
 from tfdist.data.source import DataSource, limited_steps
@@ -26,7 +26,7 @@ from tfdist.data.worker_rows import OwnRows
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, format_value
 from tfdist.replicas import batch_splitting
-from tfdist.replicas.own_batches import split_own_batches
+from tfdist.replicas.own_batches import split_among_replicas
 from tfdist.training.python_source import open_python_source
 
 DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
@@ -54,10 +54,8 @@ def open_source(
     x, y, sample_weight = data
     unsupported.check_data(engine.strategy, x)
     beside = {"y": y, "sample_weight": sample_weight, "class_weight": class_weight}
-    if isinstance(x, GeneratorItems):
-        items, x = x, x.generator
-    else:
-        items = x
+    items = x
+    x = python_items.unwrapped(items)
     # With these arguments Keras raises an error.
     if isinstance(x, (types.GeneratorType, keras.utils.PyDataset)) and all(
         value is None or (name == "class_weight" and isinstance(x, keras.utils.PyDataset))
@@ -68,25 +66,31 @@ def open_source(
         if isinstance(x, types.GeneratorType):
             return _generator_source(engine, x)
     if isinstance(x, StoredData):
-        if present := [name for name in ("y", "sample_weight") if beside[name] is not None]:
+        present = [name for name in ("y", "sample_weight") if beside[name] is not None]
+        if present:
             raise ConfigError(
                 f"{x.source.origin} holds targets and weights. Received {present[0]} beside it: put it into its batches."
             )
-        x = x.mapped(keras_loops.make_class_weight_map_fn(class_weight)) if class_weight else x
+        if class_weight:
+            x = x.mapped(keras_loops.make_class_weight_map_fn(class_weight))
+        if initial_epoch is None or not shuffle:
+            x = x.in_order()
         if initial_epoch is None:
-            return engine.source_from_stored(x.in_order(), 0, x.steps_per_epoch)
+            return engine.source_from_stored(x, 0, x.steps_per_epoch)
+        # The order is a function of the epoch: a training that begins at a later epoch begins at that epoch's first step.
         start = initial_epoch * (limited_steps(steps or x.steps_per_epoch) or 0)
-        return engine.source_from_stored(x if shuffle else x.in_order(), start, None)
+        return engine.source_from_stored(x, start, None)
     if is_function(x):
-        function, weight = x, class_weight
 
         def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
-            batches = function(context)
+            batches = x(context)
             if not isinstance(batches, tf.data.Dataset):
                 raise ConfigError(
                     f"A dataset function must return a tf.data.Dataset. Received: {type(batches).__name__}."
                 )
-            return batches.map(keras_loops.make_class_weight_map_fn(weight)) if weight else batches
+            if class_weight:
+                batches = batches.map(keras_loops.make_class_weight_map_fn(class_weight))
+            return batches
 
         return engine.source_from_function(make)
     adapter = keras_loops.get_data_adapter(
@@ -111,30 +115,38 @@ def _generator_source(engine: Engine, generator: types.GeneratorType) -> DataSou
     adapter = keras_loops.generator_adapter(reading.batches)
     unsupported.check_data(engine.strategy, adapter)
     source = engine.source(adapter.get_tf_dataset(), adapter.num_batches)
-    source.adapter, source.generator = adapter, reading
+    source.adapter = adapter
+    source.generator = reading
     return source
 
 
 def generator_batches(data: Data) -> GeneratorBatches | None:
     """Returns the batches of data that are a generator, or the result of `from_generator`; None for other data."""
-    generator = data.generator if isinstance(data, GeneratorItems) else data
-    return batches_of(generator) if isinstance(generator, types.GeneratorType) else None
+    generator = python_items.unwrapped(data)
+    if not isinstance(generator, types.GeneratorType):
+        return None
+    return batches_of(generator)
 
 
 def unpack_own_rows(data: Data, arguments: dict[str, Any]) -> Data:
     """Returns the inputs of `own_rows` and adds its targets and weights to `arguments`: in one process they are plain arrays."""
     if not isinstance(data, OwnRows):
         return data
-    beside = {"y": data.y, "sample_weight": data.sample_weight}
-    arguments |= {name: value for name, value in beside.items() if value is not None}
+    if data.y is not None:
+        arguments["y"] = data.y
+    if data.sample_weight is not None:
+        arguments["sample_weight"] = data.sample_weight
     return data.x
 
 
 def check_own_rows(data: Data, arguments: dict[str, Any]) -> None:
     """Raises ConfigError if there are targets, weights or a split beside `own_rows`."""
+    if not isinstance(data, OwnRows):
+        return
     conflicting = [name for name in ("y", "sample_weight") if arguments.get(name) is not None]
-    conflicting += ["validation_split"] if arguments.get("validation_split") else []
-    if isinstance(data, OwnRows) and conflicting:
+    if arguments.get("validation_split"):
+        conflicting.append("validation_split")
+    if conflicting:
         raise ConfigError(
             f"own_rows(x, y, sample_weight) holds targets and weights. Received {conflicting[0]} beside it: pass targets and weights to "
             "own_rows, and validation data as validation_data=own_rows(...)."
@@ -147,11 +159,8 @@ def as_function(data: Data, batch_size: int | None, shuffle: bool | str = False)
         return data
 
     def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        workers, replicas = context.num_input_pipelines, context.num_replicas_in_sync // context.num_input_pipelines
-        local = data.dataset(-(-(batch_size or DEFAULT_BATCH_SIZE) // workers), shuffle)
-        if replicas == 1:
-            return local
-        return split_own_batches(local, None, 1, replicas, int(local.cardinality()))
+        local_size = -(-(batch_size or DEFAULT_BATCH_SIZE) // context.num_input_pipelines)
+        return split_among_replicas(data.dataset(local_size, shuffle), context)
 
     return make
 
@@ -163,12 +172,15 @@ def order_by_worker(outputs: Structure, rows: list[list[int]], ranks: Ranks) -> 
     """
     local = np.asarray(rows, np.int64)
     gathered = ranks.gather(*local.ravel()).reshape(ranks.size, *local.shape)
-    counts = gathered.transpose(1, 0, 2).astype(np.int64)
+    counts = gathered.transpose(1, 0, 2).astype(np.int64)  # [step, worker, replica], as the outputs are ordered
     workers = np.broadcast_to(np.arange(ranks.size)[:, np.newaxis], counts.shape)
+    # A stable sort by worker keeps the order of each worker's outputs.
     order = np.argsort(np.repeat(workers.ravel(), counts.ravel()), kind="stable")
 
     def sort(values: Structure) -> Structure:
-        return values[order] if isinstance(values, np.ndarray) else tf.gather(values, order)
+        if isinstance(values, np.ndarray):
+            return values[order]
+        return tf.gather(values, order)
 
     return tf.nest.map_structure(sort, outputs)
 
@@ -201,8 +213,19 @@ def bind_arguments(method: Function, model: keras.Model, args: Any, kwargs: Any)
         if name == "kwargs":
             raise ValueError(f"Arguments not recognized: {value}")
         arguments[name] = value
-    if "x" in inspect.signature(method).parameters and (faults := list(_argument_faults(arguments))):
-        raise ConfigError(faults)
+    parameters = inspect.signature(method).parameters
+    if "x" in parameters:
+        faults = list(_argument_faults(arguments))
+        steps = {"x": next((name for name in ("steps_per_epoch", "steps") if name in parameters), "x")}
+        if "validation_data" in parameters:
+            steps["validation_data"] = "validation_steps"
+        faults += [
+            f"{name} must be a dataset that ends, or {limit} must say how many of its batches to take."
+            for name, limit in steps.items()
+            if arguments.get(limit) is None and _is_endless(arguments.get(name))
+        ]
+        if faults:
+            raise ConfigError(faults)
     return arguments
 
 
@@ -224,14 +247,15 @@ def _argument_faults(arguments: Mapping[str, Any]) -> Iterator[str]:
     validation = arguments.get("validation_data")
     if isinstance(validation, (str, bytes, int, float)):
         yield f"validation_data must be arrays (x, y), a tf.data.Dataset, or a function. Received: {format_value(validation)}."
-    endless = isinstance(validation, tf.data.Dataset) and int(validation.cardinality()) == tf.data.INFINITE_CARDINALITY
-    if endless and arguments.get("validation_steps") is None:
-        yield "validation_data must be a dataset that ends, or validation_steps must say how many of its batches to take."
     weights = arguments.get("class_weight")
-    if weights is not None and not (
-        isinstance(weights, Mapping) and all(isinstance(weight, (int, float, np.number)) for weight in weights)
-    ):
+    if weights is None:
+        weights = {}
+    if not isinstance(weights, Mapping) or not all(isinstance(label, (int, float, np.number)) for label in weights):
         yield f"class_weight must be a dict of classes' numbers to weights, such as {{0: 1.0, 1: 2.5}}. Received: {format_value(weights)}."
+
+
+def _is_endless(data: Any) -> bool:
+    return isinstance(data, tf.data.Dataset) and int(data.cardinality()) == tf.data.INFINITE_CARDINALITY
 
 
 def _is_whole(value: Any, least: int) -> bool:
@@ -247,22 +271,21 @@ def next_batch(iterator: DataIterator, strategy: tf.distribute.Strategy) -> Stru
         batch = next(iterator)
     except (StopIteration, tf.errors.OutOfRangeError):
         return None
-    return None if batch_splitting.is_over(batch, strategy) else batch
+    if batch_splitting.is_over(batch, strategy):
+        return None
+    return batch
 
 
 def as_list(callbacks: Callbacks) -> list[keras.callbacks.Callback]:
     """Returns callbacks as a list: from a CallbackList, an iterable, a single callback, or None."""
-    listed = getattr(callbacks, "callbacks", callbacks)  # a keras CallbackList
-    if isinstance(listed, keras.callbacks.Callback):
-        return [listed]
-    callback_list = list(listed) if isinstance(listed, collections.abc.Iterable) else [listed] if listed else []
-    # Keras itself requires only a callback's methods, not its class.
-    if invalid := [
-        callback
-        for callback in callback_list
-        if isinstance(callback, type) or not hasattr(callback, "on_train_batch_begin")
-    ]:
-        raise ConfigError(
-            f"callbacks must be objects of keras.callbacks.Callback. Received: {format_value(invalid[0])}."
-        )
+    listed = getattr(callbacks, "callbacks", callbacks) or ()  # a keras CallbackList has the attribute
+    if isinstance(listed, keras.callbacks.Callback) or not isinstance(listed, collections.abc.Iterable):
+        listed = [listed]
+    callback_list = list(listed)
+    for callback in callback_list:
+        # Keras itself requires only a callback's methods, not its class.
+        if isinstance(callback, type) or not hasattr(callback, "on_train_batch_begin"):
+            raise ConfigError(
+                f"callbacks must be objects of keras.callbacks.Callback. Received: {format_value(callback)}."
+            )
     return callback_list

@@ -13,6 +13,7 @@ from tfdist.aliases import Data
 from tfdist.compat import keras_distribution
 from tfdist.compat.keras_loops import DEFAULT_BATCH_SIZE
 from tfdist.config import StrategyConfig, StrategyTraits, validation
+from tfdist.config.strategy_traits import STRATEGIES
 from tfdist.data import worker_rows
 from tfdist.errors import ConfigError
 from tfdist.strategy import Strategy
@@ -27,25 +28,38 @@ def choose_strategy(
 ) -> tuple[str | StrategyConfig | tf.distribute.Strategy, Mapping[str, Any]]:
     """Returns the strategy of a Trainer and its options, of which the distribution sets the name and the devices if they are absent.
 
-    Args:
-        distribution: The value of `keras.distribution.distribution()`: a DataParallel, or None.
-        strategy: The Trainer's argument; None means the strategy of the distribution, or `mirrored` without one.
-        options: The Trainer's options.
-        has_peers: Whether several tasks train together.
-
-    Raises:
-        ConfigError: The distribution is not a DataParallel, has devices that this process lacks, or contradicts the arguments.
+    `distribution` is the value of `keras.distribution.distribution()`. Raises ConfigError if it is not a DataParallel, has devices that
+    this process lacks, or contradicts the arguments.
     """
-    if distribution is None:
-        return "mirrored" if strategy is None else strategy, options
-    names = _device_names(distribution)
     if strategy is None:
-        strategy = "multi_worker_mirrored" if has_peers else "mirrored"
+        strategy = "multi_worker_mirrored" if distribution is not None and has_peers else "mirrored"
+    if distribution is None:
+        return strategy, options
+    if isinstance(distribution, keras.distribution.ModelParallel):
+        name = strategy if isinstance(strategy, str) else type(strategy).__name__
+        if isinstance(strategy, StrategyConfig):
+            name = strategy.name
+        traits = STRATEGIES.get(name)
+        if traits is None or not traits.several_processes:
+            raise ConfigError(
+                "keras.distribution.ModelParallel needs the strategy multi_worker_mirrored, by name, and a cluster with a worker for each device "
+                f"of its mesh. Received: {name}."
+            )
+        axes = distribution.device_mesh.axis_names
+        batch = distribution.batch_dim_name
+        if axes.count(batch) != 1 or len(set(axes)) < len(axes):
+            raise ConfigError(
+                "The axes of the DeviceMesh of keras.distribution.ModelParallel must have different names, of which batch_dim_name is one. "
+                f"Received: axes {axes}, batch_dim_name {batch!r}."
+            )
+        return strategy, options
+    names = _device_names(distribution)
     if isinstance(strategy, str):
-        strategy, options = StrategyConfig(strategy, **options), {}
+        strategy = StrategyConfig(strategy, **options)
+        options = {}
     if not isinstance(strategy, StrategyConfig) or options:
         return strategy, options  # `check` compares a strategy; `create_strategy` raises an error for other values
-    if validation.type_faults(strategy, "strategy") or list(strategy.faults()):  # `create_strategy` raises all of them
+    if any(validation.group_faults(strategy, "strategy")):  # `create_strategy` raises all of them
         return strategy, options
     _check_traits(strategy.name, strategy.traits)
     if strategy.traits.devices != "each":
@@ -56,7 +70,8 @@ def choose_strategy(
         _check_devices(names, strategy.device_names)
         return strategy, options
     present = keras_distribution.present_devices()
-    if absent := [name for name in names if name not in present]:
+    absent = [name for name in names if name not in present]
+    if absent:
         raise ConfigError(
             f"keras.distribution.DataParallel names {absent[0].lower()}, which is not there. This process has {', '.join(present).lower()}. "
             "Name the devices of this process alone, or create virtual CPUs by devices=2 of the Trainer."
@@ -66,7 +81,7 @@ def choose_strategy(
 
 def check(distribution: Any, strategy: Strategy) -> None:
     """Raises ConfigError unless the distribution is None or a DataParallel over the devices that the strategy has in this process."""
-    if distribution is None:
+    if distribution is None or strategy.mesh is not None:
         return
     names = _device_names(distribution)
     _check_traits(strategy.kind, strategy.traits)
@@ -98,14 +113,10 @@ def as_own_data(data: Data, validation: Data, arguments: dict[str, Any], workers
 
 
 def _is_arrays(data: Data) -> bool:
-    other = (
-        tf.data.Dataset,
-        tf.distribute.DistributedDataset,
-        keras.utils.PyDataset,
-        worker_rows.OwnRows,
-    )
-    is_iterator = hasattr(data, "__next__")
-    return data is not None and not isinstance(data, other) and not is_iterator and not input_data.is_function(data)
+    others = (tf.data.Dataset, tf.distribute.DistributedDataset, keras.utils.PyDataset, worker_rows.OwnRows)
+    if data is None or isinstance(data, others) or hasattr(data, "__next__"):
+        return False
+    return not input_data.is_function(data)
 
 
 def _without_sharding(data: Data) -> Data:
@@ -120,17 +131,21 @@ def _device_names(distribution: Any) -> list[str]:
     """Returns the devices of a DataParallel, as `CPU:0`. Raises ConfigError for another distribution."""
     if not isinstance(distribution, keras.distribution.DataParallel):
         raise ConfigError(
-            f"keras.distribution has a {type(distribution).__name__}, which TensorFlow's strategies cannot follow: they copy each variable "
-            "to every device, and have no layout of a tensor over several devices. Use keras.distribution.DataParallel, or, for a model "
-            "that does not fit on one device, Keras' JAX backend."
+            f"keras.distribution has a {type(distribution).__name__}, which this Trainer cannot follow. Use keras.distribution.DataParallel, or "
+            "set a ModelParallel before you create the Trainer, whose strategy must be multi_worker_mirrored."
         )
     return _normalize(distribution.device_mesh.devices.flatten())
 
 
 def _normalize(names: Iterable[Any]) -> list[str]:
     """Returns different devices as type and number, such as `CPU:0`, without the task."""
-    short = [str(name).strip().upper().rpartition("DEVICE:")[2].lstrip("/") for name in names]
-    return list(dict.fromkeys(name if ":" in name else f"{name}:0" for name in short))
+    normal: dict[str, None] = {}
+    for name in names:
+        device = str(name).strip().upper().rpartition("DEVICE:")[2].lstrip("/")
+        if ":" not in device:
+            device += ":0"
+        normal[device] = None
+    return list(normal)
 
 
 def _check_traits(name: str, traits: StrategyTraits) -> None:
@@ -142,7 +157,8 @@ def _check_traits(name: str, traits: StrategyTraits) -> None:
 
 
 def _check_devices(names: list[str], devices: Iterable[str]) -> None:
-    if set(own := _normalize(devices)) != set(names):
+    own = _normalize(devices)
+    if set(own) != set(names):
         raise ConfigError(
             "devices of tfdist.Trainer and of keras.distribution.DataParallel must be the same. Received: "
             f"{', '.join(own).lower()} and {', '.join(names).lower()}. Set them in one of both only, and create the Trainer after the call "

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from typing import Any
@@ -13,18 +14,33 @@ from tfdist.aliases import Callbacks, Data, Function, Logs, Structure
 from tfdist.backup.data_position import TrainingPasses
 from tfdist.backup.session import BackupSession
 from tfdist.compat import call_stack, keras_loops, tf_internals
-from tfdist.data import stored
+from tfdist.data import row_source
 from tfdist.data.source import DataSource, Passes
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, stop_iteration_error
-from tfdist.runtime.phase import phase
-from tfdist.runtime.progress import Progress
+from tfdist.runtime.report import progress
+from tfdist.runtime.report.phase import phase
 from tfdist.step import model_building
-from tfdist.training import input_data
+from tfdist.training import input_data, recording
+
+
+@dataclasses.dataclass(frozen=True)
+class Surroundings:
+    """The engine, the backups and the reports of a training, beside the arguments of Keras' `fit`.
+
+    Attributes:
+        engine: The engine, which has attached the model.
+        session: Backs up and resumes the training, if any.
+        reports: Whether to report the progress to the supervisor.
+    """
+
+    engine: Engine
+    session: BackupSession | None = None
+    reports: bool = False
 
 
 class Hooks(keras.callbacks.CallbackList):
-    """The callbacks of a loop. In `fit`, `session` writes backups and `progress` reports to a supervisor.
+    """The callbacks of a loop. In `fit`, `session` writes backups, and `reports` tells whether to report to the supervisor.
 
     Attributes:
         validation: The passes over the validation data of `fit`, once a validation has begun.
@@ -34,17 +50,17 @@ class Hooks(keras.callbacks.CallbackList):
         self,
         callbacks: Callbacks,
         session: BackupSession | None = None,
-        progress: Progress | None = None,
+        reports: bool = False,
         **options: Any,
     ):
         self.session = session
-        self.progress = progress
+        self.reports = reports
         self.validation: Passes | None = None
         super().__init__(callbacks, **options)
 
 
 def fit(
-    engine: Engine,
+    surroundings: Surroundings,
     model: keras.Model,
     x: Data = None,
     y: Data = None,
@@ -62,15 +78,13 @@ def fit(
     validation_steps: int | None = None,
     validation_batch_size: int | None = None,
     validation_freq: int | Sequence[int] = 1,
-    session: BackupSession | None = None,
-    progress: Progress | None = None,
 ) -> keras.callbacks.History:
-    """Trains a model that the engine has attached, as Keras' `fit`; the session backs up and resumes the training.
-
-    In all loops, `x` may also be a function `(tf.distribute.InputContext) -> tf.data.Dataset`.
-    """
+    """Trains a model, as Keras' `fit`. In all loops, `x` may also be a function `(tf.distribute.InputContext) -> tf.data.Dataset`."""
+    engine = surroundings.engine
     keras_loops.check_compiled(model)
-    if (most := keras.config.max_epochs()) and most < epochs:
+    recording.prepare(model)
+    most = keras.config.max_epochs()
+    if most and most < epochs:
         warnings.warn(f"Limiting epochs to {most}", stacklevel=2)
         epochs = most
     if validation_split and validation_data is None:
@@ -78,28 +92,24 @@ def fit(
             (x, y, sample_weight), validation_split=validation_split
         )
     data = x, y, sample_weight
+    size = int(model.steps_per_execution)
     source = input_data.open_source(
-        engine,
-        data,
-        batch_size,
-        steps_per_epoch,
-        shuffle,
-        class_weight,
-        int(model.steps_per_execution),
-        initial_epoch,
+        engine, data, batch_size, steps_per_epoch, shuffle, class_weight, size, initial_epoch
     )
-    passes = _training_passes(model, source, steps_per_epoch, session)
+    passes = _training_passes(model, source, steps_per_epoch, surroundings.session)
     passes.validation_generator = input_data.generator_batches(validation_data)
-    hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
+    hooks = _training_hooks(model, callbacks, surroundings, epochs=epochs, verbose=verbose, steps=passes.steps)
 
     def validate(epoch: int) -> dict[str, Any]:
         if validation_data is None or not _is_due(epoch, validation_freq):
             return {}
         x, y, sample_weight = data = keras.utils.unpack_x_y_sample_weight(validation_data)
         size = validation_batch_size or batch_size
+        # Opened once for all validations, as by Keras.
         if hooks.validation is None:
             hooks.validation = _passes(engine, model, data, size, validation_steps)
-        logs = model.evaluate(  # the model's class may override `evaluate`
+        # Not `evaluate` of this module: the model's class may override the method.
+        logs = model.evaluate(
             x=x,
             y=y,
             sample_weight=sample_weight,
@@ -113,6 +123,7 @@ def fit(
     def epoch_logs(logs: Logs) -> dict[str, Any]:
         return dict(engine.epoch_logs(model, model.train_function, logs))
 
+    # `train` does all but the steps, which the user's loop runs in place of this one under `trainer.step`.
     training = train(hooks, passes, initial_epoch, epochs, epoch_logs, validate)
     with _closing(training, passes):
         logs = None
@@ -142,34 +153,53 @@ def train(
     Yields:
         For each execution the number of remaining steps of the epoch, None if unknown. Send the logs of the execution's last step; None ends the pass.
     """
-    model, session, logs, training_logs = hooks.model, hooks.session, None, None
-    report: Callable[..., None] = hooks.progress.write if hooks.progress else lambda **_: None
+    model = hooks.model
+    session = hooks.session
+    logs = None
+    training_logs = None
+    report: Callable[..., None] = progress.write if hooks.reports else lambda **_: None
+    audit = model.distribute_strategy.audit
     model.stop_training = False
     model.make_train_function()
     _call(hooks.on_train_begin)
     planned = range(initial_epoch, epochs)
     passes.position.epoch = initial_epoch
+    # After the callbacks' own `on_train_begin`, which would overwrite the state that the session restores.
     if session:
         planned = session.on_train_begin(planned)
         logs = session.resumed_logs
+    recorder = recording.recorder(model, passes.position.step)
     report(saved=passes.position.step, **passes.progress(epochs))
     for epoch in planned:
         report(**passes.progress(epochs))
         model.reset_metrics()
         with phase("training"):
             _call(hooks.on_epoch_begin, epoch)
-            for begin, end, remaining_steps in session.resumed(passes.epoch()) if session else passes.epoch():
+            executions = passes.epoch()
+            if session:
+                executions = session.resumed(executions)
+            for begin, end, remaining_steps in executions:
                 _call(hooks.on_train_batch_begin, begin)
+                if audit:
+                    audit.position = passes.position.step
                 step_logs = yield remaining_steps
-                if step_logs is None:
+                if audit:
+                    audit.position = None
+                if step_logs is None:  # the data have ended before the step
                     passes.end_early()
                     break
                 logs = step_logs
+                if recorder:
+                    # The logs of a step are a mean over replicas, which may have unequal parts of the last batch.
+                    recorder.add(epoch_logs(logs))
                 _call(hooks.on_train_batch_end, end, logs)
                 done = passes.on_steps_done(end)
                 report(done=passes.position.step, metrics=logs)
+                # After the callbacks, whose state the backup holds. It may end the process.
                 if session:
                     _call(session.on_execution_end, logs, done)
+                if recorder and recorder.ends():
+                    model.stop_training = True
                 if model.stop_training:
                     break
             tf_internals.wait_for_asynchronous_steps()
@@ -184,6 +214,7 @@ def train(
             _call(session.on_epoch_end, epoch + 1 == epochs)
         if model.stop_training:
             break
+    # Replaces the weights by their moving averages, if the optimizer keeps some (`use_ema`).
     if isinstance(model.optimizer, keras.optimizers.Optimizer) and epochs > 0:
         model.optimizer.finalize_variable_values(model.trainable_weights)
     _call(hooks.on_train_end, training_logs)
@@ -205,20 +236,26 @@ def evaluate(
 ) -> Logs:
     """Evaluates a model that the engine has attached, as Keras' `evaluate`."""
     keras_loops.check_compiled(model)
-    validation = callbacks.validation if isinstance(callbacks, Hooks) else None
-    passes = validation or _passes(engine, model, (x, y, sample_weight), batch_size, steps)
+    opened: list[Passes] = []
+    session = None
+    if isinstance(callbacks, Hooks) and callbacks.validation:
+        passes = callbacks.validation  # `fit` closes them
+        session = callbacks.session
+    else:
+        passes = _passes(engine, model, (x, y, sample_weight), batch_size, steps)
+        opened.append(passes)
     model_building.build(model, "test_step", passes.source.form, passes.source.parts)
     passes.reset()
     hooks = _hooks(model, callbacks, passes, verbose)
-    session = hooks.session if validation else None
     model.make_test_function()
     model.stop_evaluating = False
     _call(hooks.on_test_begin)
+    # A preemption during the validation saves the state before it.
     if session:
         session.on_validation_begin()
     logs: Logs = None
     model.reset_metrics()
-    with _closing(None if validation else passes), phase("validation"):
+    with _closing(*opened), phase("validation"):
         for begin, end, remaining_steps in passes.epoch():
             _call(hooks.on_test_batch_begin, begin)
             step_logs = engine.run(model.test_function, passes.iterator, remaining_steps)
@@ -238,7 +275,9 @@ def evaluate(
     _call(hooks.on_test_end, logs)
     if session:
         session.on_validation_end()
-    return logs if return_dict else keras_loops.flat_logs(model, logs)
+    if return_dict:
+        return logs
+    return keras_loops.flat_logs(model, logs)
 
 
 def predict(
@@ -262,7 +301,9 @@ def predict(
     with _closing(passes), phase("prediction"):
         for begin, end, remaining_steps in passes.epoch():
             _call(hooks.on_predict_batch_begin, begin)
-            outputs = run(size if remaining_steps is None else min(size, remaining_steps))
+            if remaining_steps is None:
+                remaining_steps = size
+            outputs = run(min(size, remaining_steps))
             if outputs is None:
                 passes.end_early()
                 break
@@ -278,7 +319,7 @@ def predict(
 
 
 def steps(
-    engine: Engine,
+    surroundings: Surroundings,
     model: keras.Model,
     x: Data,
     y: Data = None,
@@ -290,14 +331,15 @@ def steps(
     shuffle: bool | str = True,
     initial_epoch: int = 0,
     steps_per_epoch: int | None = None,
-    session: BackupSession | None = None,
-    progress: Progress | None = None,
 ) -> Iterator[Structure]:
     """Yields each batch of the training of a `StepModel`; the caller runs the steps."""
+    recording.prepare(model)
     data = x, y, sample_weight
-    source = input_data.open_source(engine, data, batch_size, steps_per_epoch, shuffle, initial_epoch=initial_epoch)
-    passes = _training_passes(model, source, steps_per_epoch, session)
-    hooks = _training_hooks(model, callbacks, session, progress, epochs=epochs, verbose=verbose, steps=passes.steps)
+    source = input_data.open_source(
+        surroundings.engine, data, batch_size, steps_per_epoch, shuffle, initial_epoch=initial_epoch
+    )
+    passes = _training_passes(model, source, steps_per_epoch, surroundings.session)
+    hooks = _training_hooks(model, callbacks, surroundings, epochs=epochs, verbose=verbose, steps=passes.steps)
     training = train(hooks, passes, initial_epoch, epochs, lambda logs: dict(model.logs))
     with _closing(training, passes):
         logs = None
@@ -307,9 +349,8 @@ def steps(
             except StopIteration:
                 return
             batch = input_data.next_batch(passes.iterator, model.distribute_strategy)
-            if batch is None:
-                logs = None
-            else:
+            logs = None
+            if batch is not None:
                 yield batch
                 logs = model.logs
 
@@ -339,17 +380,18 @@ def _training_passes(
 def _training_hooks(
     model: keras.Model,
     callbacks: Callbacks,
-    session: BackupSession | None,
-    progress: Progress | None,
+    surroundings: Surroundings,
     **shown: Any,
 ) -> Hooks:
     """Returns the hooks of a training; the session backs up the callbacks' state, except the progress bar's."""
     listed = input_data.as_list(callbacks)
     if not any(isinstance(callback, keras.callbacks.History) for callback in listed):
         listed.append(keras.callbacks.History())
+    session = surroundings.session
     if session:
         session.watch(listed)
-    return Hooks(listed, session, progress, add_history=True, add_progbar=shown["verbose"] != 0, model=model, **shown)
+    shows = shown["verbose"] != 0
+    return Hooks(listed, session, surroundings.reports, add_history=True, add_progbar=shows, model=model, **shown)
 
 
 def _hooks(model: keras.Model, callbacks: Callbacks, passes: Passes, verbose: str | int) -> Hooks:
@@ -364,8 +406,10 @@ def _call(function: Function, *args: Any) -> Any:
     try:
         return function(*args)
     except StopIteration as e:
+        where = f"A callback's {function.__name__}"
         raising = call_stack.raising_callback(e)
-        where = f"{type(raising[0]).__name__}.{raising[1]}" if raising else f"A callback's {function.__name__}"
+        if raising:
+            where = f"{type(raising[0]).__name__}.{raising[1]}"
         raise stop_iteration_error(where, e) from e
 
 
@@ -373,12 +417,11 @@ def _call(function: Function, *args: Any) -> Any:
 def _closing(*parts: Any) -> Iterator[None]:
     """Closes generators and passes, also after an error: its traceback would keep them open."""
     try:
-        with stored.explaining_reads():
+        with row_source.explaining_reads():
             yield
     finally:
         for part in parts:
-            if part is not None:
-                part.close()
+            part.close()
 
 
 def _is_due(epoch: int, frequency: int | Sequence[int]) -> bool:

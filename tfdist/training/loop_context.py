@@ -17,9 +17,10 @@ from tfdist.backup.session import BackupSession
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives.ranks import Ranks
 from tfdist.engine import Engine
-from tfdist.runtime import process_end, progress
+from tfdist.runtime.end import process_end
 from tfdist.runtime.log import BARE, logger
-from tfdist.runtime.phase import phase
+from tfdist.runtime.report import progress
+from tfdist.runtime.report.phase import phase
 from tfdist.training import checks, console, lost_workers
 
 # Arguments of `fit` that must be equal to those of the backup.
@@ -93,14 +94,18 @@ class LoopContext:
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:
         """Prepares a loop of an attached model, and restores the context after it."""
-        marks, engine = self.strategy.statistics.caller_marks_changes(), self.engine.running(model)
+        marks = self.strategy.statistics.caller_marks_changes()
+        engine = self.engine.running(model)
         with self.working(), marks, self.watching_workers(), engine, warnings.catch_warnings():
             if not self.is_chief:
                 warnings.filterwarnings("ignore", message=".*ran out of data")  # the chief warns once for all ranks
             try:
                 yield
             except SystemExit as e:
-                process_end.exit_code = e.code if isinstance(e.code, int) else int(e.code is not None)
+                # As Python: None means 0, and another object than a number is a message and means 1.
+                process_end.exit_code = int(e.code is not None)
+                if isinstance(e.code, int):
+                    process_end.exit_code = e.code
                 process_end.amid_training = True
                 raise
 
@@ -109,39 +114,31 @@ class LoopContext:
         self, backup: BackupAndRestore | None, model: keras.Model, data: Data, fit_arguments: dict[str, Any]
     ) -> Iterator[BackupSession | None]:
         """Backs up the `fit` within the context, and resumes it from an existing backup. Yields the session for the loop, or None if `backup` is None."""
-        with progress.training(self.task.name):
+        with progress.training():
             if backup is None:
                 yield None
                 return
             same = {name: value for name, value in fit_arguments.items() if name in _MUST_EQUAL_BACKUP}
-            if same.get("own_sizes") is None:
-                same.pop("own_sizes", None)
+            # Without own rows, and in backups of earlier versions, there is no entry.
+            if same["own_sizes"] is None:
+                del same["own_sizes"]
             same["data"] = compatibility.describe_data(data, fit_arguments.get("y"))
-            with backup.training(model, self.ranks, same, self.engine, self.task.name) as session:
+            with backup.training(model, self.ranks, same, self.engine) as session:
                 yield session
 
     def delete_backup(self, backup: BackupAndRestore | None, at_once: bool = False) -> None:
         """Removes the backups of finished trainings; `at_once` as for `BackupAndRestore.delete`. A collective."""
         with self.watching_workers(), phase("call", "delete_backup"):
-            self.ranks.barrier()
-            # The chief removes the manifest first: without one, a backup does not count as damaged.
-            if backup and self.is_chief:
-                backup.delete(at_once)
-            self.ranks.barrier()
-            if backup and not self.is_chief:
+            self.ranks.barrier()  # no rank is still in `fit`
+            if backup:
                 backup.delete(at_once)
             self.ranks.barrier()  # without it, one rank might write a new backup while another one still removes
 
     def print_replicas(self, global_batch_size: int | None, whole_items: bool = False) -> None:
-        """Prints the number of replicas of the training, once and only on the chief.
-
-        Args:
-            global_batch_size: The number of examples of a step, or None if it is unknown.
-            whole_items: Whether each worker trains on items of its own.
-        """
-        printed, self._has_printed_replicas = self._has_printed_replicas, True
-        if printed or not self.is_chief:
+        """Prints the number of replicas of the training, once and only on the chief. With `whole_items` each worker trains on items of its own."""
+        if self._has_printed_replicas or not self.is_chief:
             return
+        self._has_printed_replicas = True
         sentence = console.describe_replicas(self.num_replicas, global_batch_size, self.strategy.traits.asynchronous)
         if whole_items and self.ranks.size > 1:
             sentence += f"; a step trains on {self.ranks.size} items of the data, one from each worker (shard='items')"

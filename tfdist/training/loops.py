@@ -18,13 +18,13 @@ from tfdist.compat import call_stack, unsupported
 from tfdist.data import python_items, worker_rows
 from tfdist.engine import Engine
 from tfdist.errors import ClusterError
+from tfdist.gradients import local_steps
 from tfdist.gradients.optimizer import skipped_updates
 from tfdist.monitoring import TensorBoard, compression_report
 from tfdist.monitoring.slow_tasks import SlowTasks
-from tfdist.runtime import progress
 from tfdist.runtime.log import logger
-from tfdist.runtime.phase import phase
-from tfdist.runtime.progress import Progress
+from tfdist.runtime.report import kubeflow, progress
+from tfdist.runtime.report.phase import phase
 from tfdist.training import (
     callback_kinds,
     callback_sync,
@@ -56,6 +56,7 @@ def run(context: LoopContext, name: str, method: Method, model: keras.Model, arg
     except ClusterError as e:
         if progress.shown_cause(e):
             raise
+        # In a terminal the frames of Keras and TensorFlow would hide the message, and the user's own lines.
         raise e.with_traceback(call_stack.without_packages(e.__traceback__))  # noqa: B904 (the same error)
 
 
@@ -65,28 +66,32 @@ def run_plain(engine: Engine, name: str, method: Method, model: keras.Model, arg
 
 
 def fit(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> keras.callbacks.History:
-    with training(context, model, arguments) as complete:
-        return loop.fit(context.engine, model, **complete)
+    with training(context, model, arguments) as surroundings:
+        return loop.fit(surroundings, model, **arguments)
 
 
 @contextlib.contextmanager
-def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Iterator[dict[str, Any]]:
-    """Prepares training and finishes it after its loop; takes the arguments of `fit`, and yields those of the loop."""
-    data, validation = arguments.pop("x", None), arguments.pop("validation_data", None)
+def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Iterator[loop.Surroundings]:
+    """Prepares training and finishes it after its loop. Changes the arguments of `fit` to those of the loop."""
+    data = arguments.pop("x", None)
+    validation = arguments.pop("validation_data", None)
     for dataset in (data, validation):
         unsupported.check_data(context.strategy, dataset)
     input_data.check_own_rows(data, arguments)
-    if has_parts := context.strategy.batches_are_parts and context.ranks.size > 1:
+    has_parts = context.strategy.batches_are_parts and context.ranks.size > 1
+    if has_parts:
         data, validation = keras_distribution.as_own_data(data, validation, arguments, context.ranks.size)
     checks.check_class_weight(data, arguments.get("class_weight"))
     if context.ranks.size == 1:
         data = input_data.unpack_own_rows(data, arguments)
         if isinstance(validation, worker_rows.OwnRows):
             validation = (validation.x, validation.y, validation.sample_weight)
+    # The comparison is a collective: without the watch it would wait for a worker that has ended.
     with context.watching_workers(), phase("call", "the comparison of its arguments"):
         checks.check_consistency(context.ranks, model, data, validation, arguments)
         sizes = checks.own_sizes(context.ranks, data)
     global_batch_size = input_data.batch_size(data, arguments)
+    # A dataset that is sharded already has batches of the worker's part; of arrays, `as_own_data` has set the global size.
     if global_batch_size and has_parts and isinstance(data, tf.data.Dataset):
         global_batch_size *= context.ranks.size
     if arguments.get("verbose", "auto") != 0:
@@ -104,16 +109,19 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         if isinstance(callback, TensorBoard):
             callback.fit_batch_size = global_batch_size
     backup, callbacks, ends_with_fit = _choose_backup(context, callbacks)
-    redirected = callback_kinds.redirect_to_temporary_files([] if context.is_chief else callbacks)
+    redirected = callback_kinds.redirect_to_temporary_files(() if context.is_chief else callbacks)
     backing_up = context.backing_up(backup, model, data, described)
-    with context.running(model), backing_up as session, redirected:
+    # The backup is inside of `running`, which watches the workers: all ranks read and save backups together.
+    posting = kubeflow.posting() if context.is_chief else contextlib.nullcontext()
+    with context.running(model), backing_up as session, redirected, posting:
+        # `save` after the training removes the backup, unless this function has removed it before.
         if backup:
             context.backup = None if ends_with_fit else backup
         if validation is not None:
             arguments["validation_data"] = validation
-        arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
-        arguments |= {"x": data, "callbacks": _in_order(context, callbacks), "session": session}
-        yield {**arguments, "progress": session.progress if session else Progress(context.task.name)}
+        console.set_verbosity(arguments, context.is_chief)
+        arguments |= {"x": data, "callbacks": _in_order(context, callbacks)}
+        yield loop.Surroundings(context.engine, session, reports=True)
     if backup and ends_with_fit:
         context.delete_backup(backup)
     if context.is_chief:
@@ -125,7 +133,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
 def evaluate(context: LoopContext, model: keras.Model, arguments: dict[str, Any]) -> Logs:
     unsupported.check_data(context.strategy, arguments.get("x"))
     data = _own_as_function(context, _own_data(context, arguments), arguments, takes_targets=True)
-    arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
+    console.set_verbosity(arguments, context.is_chief)
     with context.running(model):
         return loop.evaluate(context.engine, model, data, **arguments)
 
@@ -136,19 +144,25 @@ def predict(context: LoopContext, model: keras.Model, arguments: dict[str, Any])
     data = _own_data(context, arguments)
     has_own_rows = worker_rows.is_own(data) and context.ranks.size > 1
     data = context.engine.data_to_predict(model, _own_as_function(context, data, arguments, takes_targets=False))
-    arguments["verbose"] = console.verbosity(arguments.get("verbose", "auto"), context.is_chief)
+    console.set_verbosity(arguments, context.is_chief)
     with context.running(model):
         model.make_predict_function()
         # A custom predict function of the model has no `own_rows`.
-        rows = getattr(model.predict_function, "own_rows", None) if has_own_rows else None
-        if rows:
-            rows.clear()
+        rows = getattr(model.predict_function, "own_rows", [])
+        rows.clear()  # those of the last prediction
         outputs = loop.predict(context.engine, model, data, **arguments)
-        return input_data.order_by_worker(outputs, rows, context.ranks) if rows else outputs
+        if not has_own_rows or not rows:
+            return outputs
+        return input_data.order_by_worker(outputs, rows, context.ranks)
 
 
 LOOPS = {"fit": fit, "evaluate": evaluate, "predict": predict}
-_PLAIN: dict[str, Any] = {"fit": loop.fit, "evaluate": loop.evaluate, "predict": loop.predict, **single_steps.METHODS}
+_PLAIN: dict[str, Any] = {
+    "fit": lambda engine, model, **arguments: loop.fit(loop.Surroundings(engine), model, **arguments),
+    "evaluate": loop.evaluate,
+    "predict": loop.predict,
+    **single_steps.METHODS,
+}
 
 
 def _choose_backup(
@@ -161,7 +175,9 @@ def _choose_backup(
     ours = [callback for callback in callbacks if isinstance(callback, BackupAndRestore)]
     of_keras = [callback for callback in callbacks if isinstance(callback, keras.callbacks.BackupAndRestore)]
     others = [callback for callback in callbacks if callback not in (*ours[:1], *of_keras)]
-    backup = ours[0] if ours else context.backup
+    backup = context.backup
+    if ours:
+        backup = ours[0]
     if not of_keras:
         return backup, others, False
     if backup is not None:
@@ -187,10 +203,12 @@ def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -
     synchronize, own, agree = callback_sync.wrap_callbacks(
         callbacks, context.strategy, context.ranks, context.check_weights
     )
-    stops = context.engine.nan_policy == "stop"
+    stop: list[keras.callbacks.Callback] = []
+    if context.engine.nan_policy == "stop":
+        stop.append(_NonFiniteStop())
     return [
-        *([_NonFiniteStop()] if stops else []),  # raises before a callback saves weights that are not finite
         synchronize,  # before any callback reads the model
+        *stop,  # raises before a callback saves weights that are not finite
         SlowTasks(context.engine, context.is_chief),  # before TensorBoard, which writes what it measures
         *own,
         agree,  # after the last one that may stop the training, or change the learning rate
@@ -199,29 +217,43 @@ def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -
 
 
 class _NonFiniteStop(keras.callbacks.Callback):
-    """The policy `stop`: raises FloatingPointError after a step whose loss or gradient is not finite. All ranks have equal losses and gradients."""
+    """The policy `stop`: raises FloatingPointError after a step whose loss or gradient is not finite.
+
+    All ranks have equal losses and gradients. With `sync_every` they agree on the gradients at each exchange, of which the last is at the end.
+    """
 
     def on_train_begin(self, logs: Logs = None) -> None:
         self._skipped = self._count()
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        self._epoch, self._done = epoch + 1, 0
+        self._epoch = epoch + 1
+        self._done = 0
 
     def on_train_batch_end(self, batch: int, logs: dict[str, Any] | None = None) -> None:
-        begun, self._done = self._done + 1, batch + 1
+        first = self._done + 1
+        last = batch + 1
+        self._done = last
         loss = (logs or {}).get("loss", 0.0)
         gradient = self._count() > self._skipped
         if math.isfinite(loss) and not gradient:
             return
-        steps = f"Step {begun}" if begun == batch + 1 else f"A step of {begun} to {batch + 1}"
-        what = "the loss" if not math.isfinite(loss) else "a gradient"
+        self._raise(first, last, "a gradient" if math.isfinite(loss) else "the loss")
+
+    def on_train_end(self, logs: Logs = None) -> None:
+        if self._count() > self._skipped:
+            self._raise(1, self._done, "a gradient")
+
+    def _raise(self, first: int, last: int, what: str) -> None:
+        # An execution of several steps has the logs of its last one.
+        steps = f"Step {last}" if first == last else f"A step of {first} to {last}"
         raise FloatingPointError(
             f"{steps} of epoch {self._epoch}: {what} is not finite, and nan_policy is 'stop'. Lower the learning rate, clip gradients, "
             "check the batch, or skip such updates by nan_policy='skip'."
         )
 
     def _count(self) -> int:
-        return sum(int(number.numpy()) for number in skipped_updates(self.model))
+        counts = [local.skipped for local in local_steps.of_model(self.model)] or skipped_updates(self.model)
+        return sum(int(count.numpy()) for count in counts)
 
 
 def _own_data(context: LoopContext, arguments: dict[str, Any]) -> Data:
@@ -236,8 +268,10 @@ def _own_data(context: LoopContext, arguments: dict[str, Any]) -> Data:
 def _own_as_function(context: LoopContext, data: Data, arguments: dict[str, Any], takes_targets: bool) -> Data:
     """Returns data for `evaluate` and `predict`, after a check that all workers pass the same data or their own rows. A collective."""
     if context.ranks.size == 1:
-        return input_data.unpack_own_rows(data, arguments if takes_targets else {})
+        targets = arguments if takes_targets else {}
+        return input_data.unpack_own_rows(data, targets)
     with context.watching_workers():
         checks.check_data_consistency(context.ranks, data, arguments)
-    batch_size = arguments.pop("batch_size", None) if isinstance(data, worker_rows.OwnRows) else None
-    return input_data.as_function(data, batch_size)
+    if not isinstance(data, worker_rows.OwnRows):
+        return data
+    return input_data.as_function(data, arguments.pop("batch_size", None))

@@ -7,9 +7,9 @@ early end or another batch on one worker becomes an error on all, before a step 
 from __future__ import annotations
 
 import collections
+import functools
 import itertools
 import threading
-import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -21,16 +21,22 @@ from tfdist.aliases import Data, DataIterator, Spec, Structure
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import keras_loops
 from tfdist.data.generator_batches import GeneratorReading
-from tfdist.data.python_items import GeneratorItems, ItemError, NamedItems, by_items
+from tfdist.data.python_items import ItemError, NamedItems, by_items, unwrapped
+from tfdist.data.python_state import checksum
 from tfdist.data.source import DataSource
-from tfdist.errors import ConfigError, DataError, describe_error
-from tfdist.replicas.own_batches import split_own_batches
+from tfdist.errors import DataError, describe_error
+from tfdist.replicas.own_batches import split_among_replicas
+from tfdist.training.alike import Alike
 
-_COMPARED_FIRST, _COMPARED_EVERY = 4, 100  # batches of a pass that are compared: the first ones, and every 100th
+# Batches of a pass that are compared: the first ones, and every 100th.
+_COMPARED_FIRST = 4
+_COMPARED_EVERY = 100
 _NONE = -1.0
+_REMEDY = (
+    "Each worker trains on its share of the same batches: seed what they draw from in the same way on all workers "
+    "(keras.utils.set_random_seed), or let each worker take items of its own: tfdist.data.from_pydataset(data, shard='items')."
+)
 _AHEAD = 8  # batches that are read ahead, at least: workers that are ahead compare less often
-
-DatasetFunction = Callable[[tf.distribute.InputContext], tf.data.Dataset]
 
 
 class Reader:
@@ -54,11 +60,16 @@ class Reader:
         skipped: int,
         check: Callable[[Structure], None],
     ):
-        self.digests: dict[int, float] = {}
+        self.digests: dict[int, str] = {}
+        self._batches = batches
+        self._most = most
+        self._share = share
+        self._skipped = skipped
+        self._check = check
+        # The thread changes these, and the main thread reads them, with the lock of `_changed`.
         self._error: BaseException | None = None
         self._count = begin  # batches read
         self._has_ended = False
-        self._batches, self._most, self._share, self._skipped, self._check = batches, most, share, skipped, check
         self._queue: collections.deque[Structure] = collections.deque()
         self._changed = threading.Condition()
         self._is_closed = False
@@ -96,18 +107,18 @@ class Reader:
             size, part = self._share
             for number, batch in enumerate(self._batches, self._count):
                 self._check(batch)
-                digest = _digest(batch) if _is_compared(number) else None
+                # Before the lock, and before the count below tells the main thread that the digest is there.
+                if _is_compared(number):
+                    self.digests[number] = f"checksum {checksum(batch):08x}"
                 with self._changed:
                     self._changed.wait_for(lambda: len(self._queue) < self._most or self._is_closed)
                     if self._is_closed:
                         return
-                    if digest is not None:
-                        self.digests[number] = digest
                     if number % size == part and number // size >= self._skipped:
                         self._queue.append(batch)
                     self._count = number + 1
                     self._changed.notify_all()
-        except BaseException as e:
+        except BaseException as e:  # the main thread raises it, on all workers
             self._error = e
         finally:
             getattr(self._batches, "close", lambda: None)()  # ends the workers of a PyDataset
@@ -143,8 +154,13 @@ class PythonSource(DataSource):
         most: int,
         compares: bool,
     ):
-        self._ranks, self._open_batches, self._can_skip, self._name = ranks, open_batches, can_skip, name
-        self._per_step, self._most, self._compares = per_step, most, compares
+        self._ranks = ranks
+        self._open_batches = open_batches
+        self._can_skip = can_skip
+        self._name = name
+        self._per_step = per_step
+        self._most = most
+        self._compares = compares
         self._reader: Reader | None = None
         self._steps = 0  # steps of this pass that were prepared
         self._compared = 0  # batches of this pass that all workers have read
@@ -164,6 +180,7 @@ class PythonSource(DataSource):
         return super().open()
 
     def open_at(self, number: int, steps: int, ready: Callable[[], None]) -> DataIterator:
+        # No earlier pass is replayed: the order is drawn from generators whose states `ready` restores.
         ready()
         self._begin(steps)
         return super().open()
@@ -182,31 +199,41 @@ class PythonSource(DataSource):
             return
         self._reader.wait_for(needed)
         error, count, has_ended = self._reader.progress()
-        ended = float(count) if has_ended and error is None else _NONE
-        failed, ends, counts = self._ranks.gather(float(error is not None and count < needed), ended, float(count)).T
+        ended = _NONE
+        if has_ended and error is None:
+            ended = float(count)
+        # The thread is ahead: the batches before its error are still used.
+        has_failed = error is not None and count < needed
+        failed, ends, counts = self._ranks.gather(float(has_failed), ended, float(count)).T
         if failed.any():
-            reasons = self._ranks.gather_texts(_describe(error, count) if error else "")
+            reason = _describe(error, count) if error else ""
+            reasons = self._ranks.gather_texts(reason)
             rank = int(np.argmax(failed))
             sentence = f"The data of {self._ranks.names[rank]} cannot be read: {reasons[rank]}"
             raise DataError(sentence, is_agreed=True) from error
-        # What all have read by now needs no further comparison. Whole items may end earlier on some workers.
-        goes_on = counts if self._compares else counts[ends == _NONE]
-        ahead = int(goes_on.min(initial=counts.max()))
-        begin, self._compared = self._compared, max(needed, ahead)
+        begin = self._compared
+        most = counts.max()
+        # Whole items may end earlier on some workers, which must not make the others compare at each step.
+        if not self._compares:
+            counts = counts[ends == _NONE]
+        # What all have read by now needs no further comparison. The number is the same on all: so they compare at the same steps.
+        self._compared = max(needed, int(counts.min(initial=most)))
         if self._compares:
-            self._compare([number for number in range(begin, self._compared) if _is_compared(number)])
-            if (ends != _NONE).any() and ends[ends != _NONE].min() < needed and len({*ends}) > 1:
-                raise self._unequal_ends(ends)
+            self._check_alike(self._reader, range(begin, self._compared), ends, needed)
 
-    def _compare(self, numbers: Sequence[int]) -> None:
-        """Raises DataError, on all workers, if one of these batches differs between workers. A collective if there are any."""
-        if not numbers or self._reader is None:
-            return
-        columns = self._ranks.gather(*(self._reader.digests.pop(number, _NONE) for number in numbers)).T
-        for number, column in zip(numbers, columns, strict=True):
-            unlike = np.flatnonzero((column != _NONE) & (column != column[0]))
-            if unlike.size and column[0] != _NONE:
-                raise self._difference(number, int(unlike[0]))
+    def _check_alike(self, reader: Reader, batches: range, ends: np.ndarray, needed: int) -> None:
+        """Raises DataError, on all workers, if their data end before `needed` batches at different batches, or if a batch differs. A collective."""
+        alike = Alike(self._ranks)
+        if ((ends != _NONE) & (ends < needed)).any():
+            own = ends[self._ranks.rank]
+            text = "none yet"
+            if own != _NONE:
+                text = f"after {own:.0f} batches"
+            alike.add(f"The end of the {self._name}", text, "It must yield the same batches on all workers.")
+        for number in filter(_is_compared, batches):
+            digest = reader.digests.pop(number, "none")
+            alike.add(f"Batch {number} of the {self._name}", digest, _REMEDY)
+        alike.check(functools.partial(DataError, is_agreed=True))
 
     def close(self) -> None:
         if self._reader:
@@ -214,45 +241,32 @@ class PythonSource(DataSource):
 
     def _begin(self, skipped: int) -> None:
         self.close()
-        begin = skipped * self._per_step[0] if self._can_skip and not self.makes_skipped else 0
-        self._steps, self._compared = skipped, begin
+        begin = 0
+        # Items that draw random numbers must be made, although they are not used (`makes_skipped`).
+        if self._can_skip and not self.makes_skipped:
+            begin = skipped * self._per_step[0]
+        self._steps = skipped
+        self._compared = begin
         batches = self._open_batches(begin)  # draws the order
         self.before_reading()
         self._reader = Reader(batches, self._most, self._per_step, begin, skipped, self.check)
-
-    def _difference(self, number: int, rank: int) -> DataError:
-        first, other = self._ranks.names[0], self._ranks.names[rank]
-        return DataError(
-            f"Batch {number} of the {self._name} differs between {first} and {other}, but each worker trains on its share of the same batches. "
-            "Seed what it draws from in the same way on all workers (keras.utils.set_random_seed), or let each worker take items of its "
-            "own: tfdist.data.from_pydataset(data, shard='items').",
-            is_agreed=True,
-        )
-
-    def _unequal_ends(self, ends: np.ndarray) -> DataError:
-        texts = [
-            f"{'goes on' if end == _NONE else f'ends after {end:.0f}'} on {name}"
-            for name, end in zip(self._ranks.names, ends, strict=True)
-        ]
-        return DataError(
-            f"The {self._name} must yield the same batches on all workers, but it {', '.join(texts)}.", is_agreed=True
-        )
 
 
 def open_python_source(
     engine: Any, data: Data, shuffle: bool, per_execution: int, class_weight: Any = None
 ) -> PythonSource:
-    """Returns the source of a PyDataset or a generator that each of several workers holds.
+    """Returns the source of a PyDataset, a generator or the result of `from_generator`, which each of several workers holds.
 
-    Args:
-        engine: The engine.
-        data: The PyDataset, the generator, or the result of `from_generator`.
-        shuffle: Whether to shuffle the items of a PyDataset that ends.
-        per_execution: The number of steps of an execution.
-        class_weight: As for `fit`.
+    `shuffle` applies to a PyDataset that ends.
     """
-    ranks, whole_items = engine.ranks, by_items(data)
-    workers, rank = (ranks.size, ranks.rank) if whole_items else (1, 0)
+    ranks = engine.ranks
+    whole_items = by_items(data)
+    workers = 1
+    rank = 0
+    if whole_items:
+        workers = ranks.size
+        rank = ranks.rank
+    most = max(_AHEAD, per_execution + 2)
     reading: GeneratorReading | None = None
     if isinstance(data, keras.utils.PyDataset):
         adapter = keras_loops.PyDatasetAdapter(data, class_weight=class_weight, shuffle=shuffle)
@@ -262,60 +276,45 @@ def open_python_source(
         def open_batches(begin: int) -> Iterator[Structure]:
             order: Any = itertools.count(rank + begin * workers, workers)
             if count is not None:
-                order = (_chief_order(ranks, adapter) if shuffle else range(count))[rank::workers][begin:]
+                order = _chief_order(ranks, adapter) if shuffle else range(count)
+                order = order[rank::workers][begin:]
             return keras_loops.read_items(adapter, NamedItems(data), order)
 
-        source = PythonSource(
-            ranks,
-            open_batches,
-            True,
-            f"PyDataset {type(data).__name__}",
-            (1, 0),
-            max(_AHEAD, per_execution + 2),
-            not whole_items,
-        )
-        own = count if count is None else len(range(rank, count, workers))
+        name = f"PyDataset {type(data).__name__}"
+        source = PythonSource(ranks, open_batches, True, name, (1, 0), most, not whole_items)
+        own = None
+        if count is not None:
+            own = len(range(rank, count, workers))
     else:
-        generator = data.generator if isinstance(data, GeneratorItems) else data
-        reading = GeneratorReading(generator)
+        reading = GeneratorReading(unwrapped(data))
         adapter = keras_loops.generator_adapter(reading.batches)
         count = own = None
         _check_alike(ranks, "generator", None, whole_items)
         read = adapter.generator
-        source = PythonSource(
-            ranks, lambda _: iter(read()), False, "generator", (workers, rank), max(_AHEAD, per_execution + 2), True
-        )
+        # A generator cannot skip: each worker reads all batches, and keeps its own.
+        source = PythonSource(ranks, lambda _: iter(read()), False, "generator", (workers, rank), most, True)
     dataset = keras_loops.dataset_reading(adapter, source.batches)
     source.check = _BatchCheck(dataset.element_spec)
-    by_item = _own_items(dataset, own)
-    inner = engine.source_from_function(by_item) if whole_items else engine.source(dataset, count)
+    if whole_items:
+        local = dataset
+        if own is not None:
+            local = dataset.apply(tf.data.experimental.assert_cardinality(own))
+        inner = engine.source_from_function(lambda context: split_among_replicas(local, context))
+    else:
+        inner = engine.source(dataset, count)
     source.distribute(inner, adapter)
     source.generator = reading
     return source
 
 
-def _own_items(dataset: tf.data.Dataset, count: int | None) -> DatasetFunction:
-    """Returns the dataset function of a worker's own items; `count` is their number, or None if unknown."""
-
-    def make(context: tf.distribute.InputContext) -> tf.data.Dataset:
-        replicas = context.num_replicas_in_sync // context.num_input_pipelines
-        local = dataset if count is None else dataset.apply(tf.data.experimental.assert_cardinality(count))
-        return local if replicas == 1 else split_own_batches(local, None, 1, replicas, int(local.cardinality()))
-
-    return make
-
-
 def _check_alike(ranks: Ranks, name: str, count: int | None, whole_items: bool) -> None:
     """Raises ConfigError, on all workers, if they differ in a PyDataset's length or in `shard`. A collective."""
-    counts, shards = ranks.gather(_NONE if count is None else count, float(whole_items)).T
-    if len({*counts}) > 1 or len({*shards}) > 1:
-        received = [
-            f"length {'unknown' if count == _NONE else f'{count:g}'} and shard={'items' if shard else 'batches'!r} on {worker}"
-            for worker, count, shard in zip(ranks.names, counts, shards, strict=True)
-        ]
-        raise ConfigError(
-            f"The {name} must have the same length and shard on all workers. Received: {', '.join(received)}."
-        )
+    alike = Alike(ranks)
+    length = "unknown" if count is None else count
+    shard = "items" if whole_items else "batches"
+    compared = f"length {length} and shard={shard!r}"
+    alike.add(f"The length and shard of the {name}", compared, "Create it in the same way on all workers.")
+    alike.check()
 
 
 def _chief_order(ranks: Ranks, adapter: Any) -> Sequence[int]:
@@ -353,16 +352,6 @@ def _is_compared(number: int) -> bool:
 
 def _describe(error: BaseException, number: int) -> str:
     text = str(error) if isinstance(error, ItemError) else describe_error(error)
-    return text if text.startswith("item ") else f"batch {number}: {text}"
-
-
-def _digest(batch: Structure) -> float:
-    """Returns a checksum of the values of a batch."""
-    checksum = 0
-    for value in tf.nest.flatten(batch):
-        if value is None:
-            continue
-        array = np.ascontiguousarray(value.toarray() if hasattr(value, "toarray") else value)
-        # The bytes of object arrays are addresses.
-        checksum = zlib.crc32(repr(array.tolist()).encode() if array.dtype.hasobject else array.tobytes(), checksum)
-    return float(checksum)
+    if text.startswith("item "):
+        return text
+    return f"batch {number}: {text}"

@@ -37,10 +37,7 @@ def train_on_batch(
                 f"Received: sample_weight={sample_weight}, class_weight={class_weight}"
             )
         sample_weight = keras_loops.class_weight_to_sample_weights(y, class_weight)
-    batch = (x, y, sample_weight)
-    _compare(engine, model, "train_on_batch", batch)
-    logs = run(engine, model, "train_step", batch, keras_loops.RESETS_METRICS_FOR_BATCH)
-    return logs if return_dict else keras_loops.flat_logs(model, logs)
+    return _logs(engine, model, "train_on_batch", "train_step", (x, y, sample_weight), return_dict)
 
 
 def test_on_batch(
@@ -48,10 +45,7 @@ def test_on_batch(
 ) -> Logs:
     """Evaluates a model on one batch, as Keras' `test_on_batch`."""
     keras_loops.check_compiled(model)
-    batch = (x, y, sample_weight)
-    _compare(engine, model, "test_on_batch", batch)
-    logs = run(engine, model, "test_step", batch, keras_loops.RESETS_METRICS_FOR_BATCH)
-    return logs if return_dict else keras_loops.flat_logs(model, logs)
+    return _logs(engine, model, "test_on_batch", "test_step", (x, y, sample_weight), return_dict)
 
 
 def predict_on_batch(engine: Engine, model: keras.Model, x: Data) -> Structure:
@@ -62,6 +56,15 @@ def predict_on_batch(engine: Engine, model: keras.Model, x: Data) -> Structure:
 
 
 METHODS = {method.__name__: method for method in (train_on_batch, test_on_batch, predict_on_batch)}
+
+
+def _logs(engine: Engine, model: keras.Model, method: str, step: str, batch: Structure, return_dict: bool) -> Logs:
+    """Runs a step on the batch of a method, and returns its logs as the method does."""
+    _compare(engine, model, method, batch)
+    logs = run(engine, model, step, batch, keras_loops.RESETS_METRICS_FOR_BATCH)
+    if return_dict:
+        return logs
+    return keras_loops.flat_logs(model, logs)
 
 
 def _compare(engine: Engine, model: keras.Model, method: str, batch: Structure) -> None:

@@ -6,6 +6,7 @@ import os
 from collections.abc import Mapping
 from typing import Any, Literal
 
+import keras
 import tensorflow as tf
 
 from tfdist.backup.callback import BackupAndRestore
@@ -15,17 +16,19 @@ from tfdist.cluster.spec import check_member
 from tfdist.collectives import ranks
 from tfdist.compression.base import Compressor
 from tfdist.config import StrategyConfig
-from tfdist.config.ranges import MOST_SECONDS, Range
+from tfdist.config.constraints import MOST_SECONDS, between
 from tfdist.errors import ConfigError, format_value
-from tfdist.runtime import stacks
-from tfdist.runtime.process_end import GRACE_SECONDS
+from tfdist.runtime.end.process_end import GRACE_SECONDS
+from tfdist.runtime.report import stacks
+from tfdist.step.audit import Audit
+from tfdist.strategies import mesh
 from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.strategy import Strategy
 from tfdist.training import checks, hangs, keras_distribution
 from tfdist.training.loop_context import LoopContext
 
 Cluster = tuple[ClusterSpec, TaskSpec]
-_TIMEOUT = Range(0, MOST_SECONDS)
+_TIMEOUT, _is_timeout = between(0, MOST_SECONDS)
 
 
 def start_strategy(
@@ -44,26 +47,32 @@ def start_strategy(
         raise ConfigError(f"backup must be a tfdist.BackupAndRestore. Received: {format_value(backup)}.")
     if cluster is not None and cluster is not False:
         cluster = check_member(cluster)
-    if isinstance(start_timeout, bool) or not isinstance(start_timeout, (int, float)) or start_timeout not in _TIMEOUT:
+    if isinstance(start_timeout, bool) or not isinstance(start_timeout, (int, float)) or not _is_timeout(start_timeout):
         raise ConfigError(
             f"start_timeout must be a number of seconds, {_TIMEOUT}. Received: {format_value(start_timeout)}."
         )
-    preemption = backup and backup.preemption
+    preemption = backup.preemption if backup else None
     if preemption:
         preemption.listen()  # from now on: a strategy may wait for its peers
-    cluster_and_task = discovery.find_cluster(timeout=start_timeout) if cluster is None else cluster or None
-    listen(cluster_and_task[1] if cluster_and_task else None)
-    has_peers = bool(
-        cluster_and_task and cluster_and_task[1].type != "evaluator" and len(cluster_and_task[0].training_tasks()) > 1
-    )
+    cluster_and_task = cluster or None
+    if cluster is None:
+        cluster_and_task = discovery.find_cluster(timeout=start_timeout)
+    task: TaskSpec | None = None
+    has_peers = False
+    if cluster_and_task:
+        spec, task = cluster_and_task
+        has_peers = task.type != "evaluator" and len(spec.training_tasks()) > 1
+    listen(task)
     chosen, options = keras_distribution.choose_strategy(distribution, strategy, options, has_peers)
-    created: Any
+    created: Any = chosen
     if isinstance(chosen, tf.distribute.Strategy):
         checks.check_strategy(chosen, options)
-        created = chosen
     else:
         grace = preemption.grace_seconds if preemption else GRACE_SECONDS
         created = create_strategy(chosen, cluster_and_task or False, start_timeout, grace, **options)
+        if isinstance(distribution, keras.distribution.ModelParallel):
+            created = mesh.split(created, distribution)
+            created.engine = make_engine(created)
     if preemption:
         preemption.listen()  # TensorFlow has replaced the handler
     return created, cluster_and_task
@@ -93,7 +102,7 @@ def create_context(
     engine = make_engine(strategy, compressor)
     if backup and backup.preemption:
         backup.preemption.on_exit = engine.on_exit
-    if strategy.cluster:
+    if strategy.cluster:  # of parameter servers, for which this process is the chief
         cluster_and_task = (strategy.cluster, strategy.cluster.chief)
     elif not traits.several_processes:
         checks.check_trains_alone(cluster_and_task, type(strategy).__name__)
@@ -103,8 +112,13 @@ def create_context(
     if cluster and traits.several_processes and len(tasks) > 1:
         hangs.start_watch(cluster, task, strategy.timeout_seconds)
     together = ranks.Ranks(strategy, tasks.index(task), list(map(str, tasks)))
+    if strategy.mesh:
+        together = strategy.mesh.everyone
     engine.ranks = together
-    seed = together.gather_texts(str(backup.saved_seed()) if backup else "")[0]  # also if only some tasks have a backup
+    if strategy.audit_every and len(tasks) > 1:
+        strategy.audit = Audit(strategy, together, strategy.audit_every)
+    seed = str(backup.saved_seed()) if backup else ""
+    seed = together.gather_texts(seed)[0]  # a collective, also of tasks without a backup
     if backup:
         backup.restore_seed(seed)
     return LoopContext(strategy, engine, together, cluster, task, backup, check_weights)

@@ -10,7 +10,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Data
 from tfdist.config import registry
-from tfdist.config.ranges import MOST_STEPS
+from tfdist.config.constraints import MOST_STEPS
 from tfdist.errors import ConfigError, describe_error, format_value, unknown_name_message
 
 
@@ -42,7 +42,8 @@ def checked_compile_arguments(task: str, model: keras.Model, arguments: Any) -> 
         raise ConfigError(f"{where} must leave out 'optimizer', which the configuration sets: use the field optimizer.")
     accepted = inspect.signature(model.compile).parameters
     any_name = any(parameter.kind is parameter.VAR_KEYWORD for parameter in accepted.values())
-    if wrong := [name for name in arguments if name not in accepted and not any_name]:
+    wrong = [name for name in arguments if name not in accepted and not any_name]
+    if wrong:
         raise ConfigError(unknown_name_message(f"argument in {where}", wrong[0], accepted))
     return arguments
 

@@ -14,7 +14,6 @@ from tfdist import compression as compression_lib
 from tfdist.aliases import Function, Logs, Structure
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.cluster import ClusterSpec, TaskSpec, preflight
-from tfdist.collectives import communicator
 from tfdist.compat import keras_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.config import CompressionConfig, StrategyConfig
@@ -24,6 +23,7 @@ from tfdist.runtime.log import logger
 from tfdist.strategies import model_methods
 from tfdist.training import checks, keras_distribution, loops, saving, startup
 from tfdist.training.custom_step import Step
+from tfdist.verify import settings as verify_settings
 
 
 class Trainer:
@@ -38,7 +38,7 @@ class Trainer:
 
     A training run has these stages. The Trainer finds the cluster, connects its tasks and creates the strategy, which decides
     where each variable is placed (`startup`). `fit` compares the workers' arguments, gives the model a step function for
-    all replicas, and calls Keras' own loop (`loops`). Each replica computes the gradients of its part of the batch; the
+    all replicas, and runs the loop (`loops`). Each replica computes the gradients of its part of the batch; the
     replicas sum them, compressed if configured, and apply the same update. After a step all ranks agree on the decisions of
     callbacks, such as `stop_training` (`callback_sync`). A run that finds a backup resumes at its step. In `save` the chief writes.
 
@@ -62,11 +62,13 @@ class Trainer:
         check_weights: Whether workers compare all weights after each epoch, which copies them to the host. False compares only at the
             beginning and the end of `fit`.
         timeout_seconds: Seconds that tasks wait for a task that is slow, such as in a callback; they warn after 60 s, and the job ends at
-            this limit, by default after 1,800 s. 0 means no limit (docs/fault-tolerance.md). `tfdist.slow` sets the limit of one part of
+            this limit, by default after 1,800 s. 0 means no limit (docs/hangs.md). `tfdist.slow` sets the limit of one part of
             your program.
         nan_policy: The action after a step whose loss or gradient is not finite: `"ignore"`; `"skip"` skips its update, on all
             replicas; `"stop"` skips its update and makes `fit` raise a FloatingPointError, on all ranks.
-        **options: Further options, as for `create_strategy`.
+        distribution: A `keras.distribution.ModelParallel`, whose layout map says which variables live as pieces on the workers
+            (docs/model-parallel.md). None means that of `keras.distribution.set_distribution`.
+        **options: Further options, as for `create_strategy`, such as `audit_every=500`.
 
     Attributes:
         strategy: The strategy.
@@ -98,21 +100,28 @@ class Trainer:
         check_weights: bool = True,
         timeout_seconds: float | None = None,
         nan_policy: str = "ignore",
+        distribution: Any = None,
         **options: Any,
     ):
         if timeout_seconds is not None:
             options["timeout_seconds"] = timeout_seconds
         checks.check_options(Trainer, strategy, options)
-        self._distribution = keras.distribution.distribution()
+        self._distribution = keras.distribution.distribution() if distribution is None else distribution
         if backup_dir is not None and backup is not None:
             raise ConfigError("backup_dir and backup both name a folder for backups. Remove backup_dir.")
+        verified = verify_settings.current()
+        if verified:
+            compression = verified.compression or compression
+            if verified.save_freq and backup is None:
+                backup_dir = backup_dir or "backup"
         compressor = compression_lib.create(compression)
-        backup = BackupAndRestore(backup_dir) if backup_dir is not None else backup
+        if backup_dir is not None:
+            backup = BackupAndRestore(backup_dir)
         self.strategy, cluster_and_task = startup.start_strategy(
             strategy, self._distribution, cluster, backup, start_timeout, options
         )
         if compressor:
-            communicator.check_compresses(self.strategy)
+            checks.check_compresses(self.strategy)
         checks.check_nan_policy(nan_policy, self.strategy)
         self._context = startup.create_context(self.strategy, cluster_and_task, backup, compressor, check_weights)
         self._context.engine.nan_policy = nan_policy
@@ -120,6 +129,8 @@ class Trainer:
             self._context.notify_once(
                 "compression has no effect: with one replica there is nothing to send, so nothing is compressed"
             )
+        if self.strategy.audit_every and self.strategy.audit is None:
+            self._context.notify_once("audit_every has no effect: with one worker there is no other to compare with")
         self.cluster: ClusterSpec | None = self._context.cluster
         self.task = self._context.task
         self._take_models()
@@ -295,7 +306,8 @@ class Trainer:
 
         Returns:
             `retried_steps`: training steps that ran again because their worker was lost; each may have been applied twice
-            or in part. `bytes_per_server`: the size of the model's and its optimizers' variables on each server.
+            or in part. `staleness`: how many updates other workers applied while a step ran, `mean` and `max` over the steps of
+            this process, or None. `bytes_per_server`: the size of the model's and its optimizers' variables on each server.
         """
         return self._context.engine.report(model)
 
@@ -331,7 +343,8 @@ class Trainer:
 
     def _take_models(self) -> None:
         """Makes models that are created in the strategy's scope use this trainer."""
-        self.strategy.trainer, self.strategy.engine = self, self._context.engine
+        self.strategy.trainer = self
+        self.strategy.engine = self._context.engine
 
     def _follow_distribution(self) -> None:
         """Compares Keras' distribution with the strategy, and takes over its `auto_shard_dataset`, which the user may change at any time."""

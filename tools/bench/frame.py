@@ -17,6 +17,7 @@ from typing import Any
 
 from tfdist.cluster import local_cluster
 from tfdist.launch.launcher import Launcher
+from tfdist.launch.options import Options
 from tools.netlab import Lab, goodput
 from tools.netlab.launch import assign_namespaces, cores_for
 
@@ -60,7 +61,7 @@ def run(
         memory: Whether glibc keeps large blocks in all tasks.
         pinned: Whether each task has its own share of the cores without a laboratory, too.
         mpirun: Whether Open MPI's `mpirun` starts the tasks, pinned and without TF_CONFIG. Without a laboratory only.
-        **launcher: As for `Launcher`.
+        **launcher: As for `Options` of the launcher.
 
     Returns:
         The results, and `tasks`, those of each file `results-*.json`; `bytes_per_second`, what TCP reaches on a link of the
@@ -87,7 +88,9 @@ def run(
             if pinned and not prefixes:
                 bound = _bindings(workers + ps)
                 prefixes = dict(zip(cluster.tasks(), bound, strict=True))
-            started = Launcher(words, cluster, pathlib.Path(folder, "logs"), environ, prefixes=prefixes, **launcher)
+            started = Launcher(
+                Options(words, cluster, pathlib.Path(folder, "logs"), environ, prefixes=prefixes, **launcher)
+            )
             if code := started.run():
                 if started.failure:
                     raise TaskFailed(str(started.failure))

@@ -18,8 +18,8 @@ from tools.bench.record import Record, against
 
 NEEDS_LAB = True
 COMPRESSED = ("bf16", "fp16", "int8", "int8 sum", "powersgd", "topk")
-RATES = ("", "1gbit", "100mbit")
-STEPS = {"": 5, "1gbit": 3, "100mbit": 1}  # of a round
+RATES = ("", "10gbit", "1gbit", "100mbit")
+STEPS = {"": 5, "10gbit": 5, "1gbit": 3, "100mbit": 1}  # of a round
 CASES = [
     {"model": model, "workers": workers, "rate": rate or "unlimited"}
     for model in ("mlp", "resnet50")

@@ -2,7 +2,7 @@
 
 All contenders have their turns in the same processes. With the model `mlp` a contender's step is a whole one, the function that
 Keras' `fit` calls; with others it is the sum of gradients of the model's shapes alone. `options`: `transport`, as
-`config.strategy`'s, may be left out.
+`config.strategy`'s, `optimizer` and `splits` may be left out.
 """
 
 from __future__ import annotations
@@ -19,16 +19,18 @@ import time
 import tfdist
 
 FOLDER, OPTIONS = pathlib.Path(sys.argv[1]), json.loads(sys.argv[2])
-trainer = tfdist.Trainer("multi_worker_mirrored", transport=OPTIONS.get("transport", "auto"))
+trainer = tfdist.Trainer(
+    "multi_worker_mirrored", transport=OPTIONS.get("transport", "auto"), shard_optimizer=OPTIONS.get("splits", False)
+)
 
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
+import psutil  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
 from tfdist.collectives.communicator import communicator_for  # noqa: E402
 from tfdist.compression.base import NONE  # noqa: E402
-from tfdist.monitoring import network  # noqa: E402
-from tools.bench import compressors, models  # noqa: E402
+from tools.bench import compressors, models, turns  # noqa: E402
 from tools.bench.exchange import exchanger, of_tensorflow  # noqa: E402
 
 MODEL, ROUNDS, STEPS, BATCH = (OPTIONS[name] for name in ("model", "rounds", "steps", "batch"))
@@ -46,9 +48,10 @@ def dataset(_=None):
 def of_model(library, scope, data, fit):
     """Returns a step of `fit`, once it has made it."""
     with scope:
-        model = models.mlp(library)
+        model = models.mlp(library, models.WIDTHS[MODEL])
         loss = library.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(library.optimizers.SGD(0.01), loss)
+        kind = library.optimizers.Adam if OPTIONS.get("optimizer") == "adam" else library.optimizers.SGD
+        model.compile(kind(0.01), loss)
     fit(model)
     iterator = iter(data)
     return lambda: tf.nest.map_structure(np.asarray, model.train_function(iterator))
@@ -85,13 +88,13 @@ def make(name):
         return of_tensorflow(strategy, shapes)
     compressor, _, size = name.partition("/")
     bucket_bytes = int(size or OPTIONS["bucket_bytes"])
-    if MODEL == "mlp":
+    if MODEL in models.WIDTHS:
         return of_trainer(compressors.make(compressor), bucket_bytes)
     return exchanger(communicator_for(strategy), compressors.make(compressor), shapes, bucket_bytes)
 
 
 def sent():
-    return sum(count for name, count in network.read_sent_bytes().items() if name != "lo")
+    return sum(count.bytes_sent for name, count in psutil.net_io_counters(pernic=True).items() if name != "lo")
 
 
 def latency():
@@ -138,7 +141,7 @@ results = {
     "latency": latency(),
     "transport": strategy.transport,
 }
-own = {"processor": {name: used / ROUNDS / STEPS for name, used in processor.items()}}
+own = {"processor": {name: used / ROUNDS / STEPS for name, used in processor.items()}, "peak": turns.peak_bytes()}
 (FOLDER / f"results-{trainer.task.index}.json").write_text(json.dumps(own))
 if trainer.is_chief:
     (FOLDER / "results.json").write_text(json.dumps(results))

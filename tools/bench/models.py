@@ -3,25 +3,29 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Sequence
 from typing import Any
 
 BATCH = 32  # examples per worker and step
 MLP = (1024, 2048, 2048, 2048, 10)
+WIDE = (1024, 4352, 4352, 4352, 2048, 10)
+WIDTHS = {"mlp": MLP, "wide": WIDE}
 
 
-def mlp(library: Any) -> Any:
-    """Returns an MLP of 10.5 million parameters.
+def mlp(library: Any, widths: Sequence[int] = MLP) -> Any:
+    """Returns an MLP, by default of 10.5 million parameters.
 
     Args:
         library: `keras` or `tf_keras`.
+        widths: Of the input and of each layer.
     """
-    hidden = [library.layers.Dense(width, activation="relu") for width in MLP[1:-1]]
-    return library.Sequential([library.Input((MLP[0],)), *hidden, library.layers.Dense(MLP[-1])])
+    hidden = [library.layers.Dense(width, activation="relu") for width in widths[1:-1]]
+    return library.Sequential([library.Input((widths[0],)), *hidden, library.layers.Dense(widths[-1])])
 
 
-def mlp_shapes() -> list[tuple[int, ...]]:
+def mlp_shapes(widths: Sequence[int] = MLP) -> list[tuple[int, ...]]:
     """Returns the shapes of its variables, in order."""
-    return [shape for p, q in itertools.pairwise(MLP) for shape in ((p, q), (q,))]
+    return [shape for p, q in itertools.pairwise(widths) for shape in ((p, q), (q,))]
 
 
 def resnet50_shapes() -> list[tuple[int, ...]]:
@@ -38,4 +42,9 @@ def transformer_shapes() -> list[tuple[int, ...]]:
     return [*layer * 4, (width, words), (words,)]
 
 
-SHAPES = {"mlp": mlp_shapes, "resnet50": resnet50_shapes, "transformer": transformer_shapes}
+SHAPES = {
+    "mlp": mlp_shapes,
+    "wide": lambda: mlp_shapes(WIDE),
+    "resnet50": resnet50_shapes,
+    "transformer": transformer_shapes,
+}

@@ -7,8 +7,8 @@ and system, the mean over the workers; what the kernel does for the network outs
 its own cores where there are enough. Rate `host`: all workers on one host, without a laboratory; else each has a host of its own,
 and sends by its link.
 
-`bf16 by gloo` is tfdist with the compressor bf16 and the transport gloo; without `by` the transport is `auto`: shared memory on
-one host, gRPC in the laboratory.
+`bf16 by grpc` is tfdist with the compressor bf16 and the transport grpc; without `by` the transport is `auto`: shared memory on
+one host, TCP in the laboratory.
 DDP is over gloo; its PowerSGD has one bucket, as its hook aborts over gloo with several, and its bf16 hook a wrapper, as CPU builds
 refuse it by its name. JAX is `shard_map` in a `jit` with donated weights, over gloo, and float32 alone: XLA turns numbers of 16
 bits into float32 before it sends them. tf_keras is the step of its `fit` under TensorFlow's own MultiWorkerMirroredStrategy.
@@ -38,7 +38,7 @@ DDP = {
 }
 OTHERS = [*DDP.values(), "JAX", "tf_keras"]
 PAIRS = {**DDP, "int8": "bf16", "topk": "powersgd", "JAX": "DDP", "tf_keras": "DDP"}
-PAIRS |= {f"{name} by {transport}": DDP[name] for transport in ("grpc", "gloo", "shared_memory", "mpi") for name in DDP}
+PAIRS |= {f"{name} by {transport}": DDP[name] for transport in ("grpc", "tcp", "shared_memory", "mpi") for name in DDP}
 CASES = [
     {"model": "mlp", "workers": workers, "rate": rate}
     for workers in (2, 4)
@@ -52,10 +52,10 @@ _EXTRA = "(pip install '.[peers]')"
 def contenders(rate: str) -> list[str]:
     """Returns the names of all at a rate."""
     if rate == HOST:
-        transports = ("", " by grpc", " by gloo", " by mpi")
+        transports = ("", " by grpc", " by tcp", " by mpi")
         own = [name + transport for name in ("none", "bf16") for transport in transports]
         return ["compute", *own, "DDP", "DDP bf16", "JAX", "tf_keras"]
-    return ["compute", *DDP, "int8", "topk", *(f"{name} by gloo" for name in DDP), *OTHERS]
+    return ["compute", *DDP, "int8", "topk", *(f"{name} by grpc" for name in DDP), *OTHERS]
 
 
 def lacks(name: str, rate: str) -> str:
@@ -63,7 +63,7 @@ def lacks(name: str, rate: str) -> str:
     transport = name.partition(" by ")[2]
     if transport in ("shared_memory", "mpi") and rate != HOST:
         return f"{transport} is measured on one host only (rate={HOST})"
-    if (name.startswith("DDP") or transport == "gloo") and not _has("torch"):
+    if name.startswith("DDP") and not _has("torch"):
         return f"PyTorch is not installed {_EXTRA}"
     if name == "JAX" and not _has("jax"):
         return f"JAX is not installed {_EXTRA}"
@@ -116,6 +116,13 @@ def run(case: dict[str, Any], rounds: int, names: Sequence[str] = ()) -> Record 
     return Record("peers", dict(case), "ms", samples, against, columns, note=" ".join(failures.values()))
 
 
+def bucket_bytes() -> int:
+    """Returns the default size of a bucket."""
+    from tfdist.config import StrategyConfig
+
+    return StrategyConfig().bucket_bytes
+
+
 def alone(name: str, workers: int, rate: str, turns: int = TURNS, steps: int = 0) -> dict[str, Any]:
     """Runs a cluster of one contender.
 
@@ -130,8 +137,6 @@ def alone(name: str, workers: int, rate: str, turns: int = TURNS, steps: int = 0
         `seconds` of its turns; `sent`, bytes of a step; `processor`, seconds of a step, the mean over the workers; `libraries`,
         those that a peer's process has loaded; `transport`, of tfdist's.
     """
-    from tfdist.config import StrategyConfig
-
     options: dict[str, Any] = {"rounds": turns, "steps": steps or STEPS[rate], "batch": models.BATCH}
     where: dict[str, Any] = {"rate": {HOST: None, "unlimited": ""}.get(rate, rate), "pinned": True}
     kind, _, how = name.partition(" ")
@@ -141,7 +146,7 @@ def alone(name: str, workers: int, rate: str, turns: int = TURNS, steps: int = 0
         return {key: found[key] for key in ("seconds", "sent", "libraries")} | {"processor": statistics.fmean(used)}
     compressor, _, transport = name.partition(" by ")
     options |= {"model": "mlp", "contenders": [compressor], "transport": transport or "auto"}
-    options["bucket_bytes"] = StrategyConfig().bucket_bytes
+    options["bucket_bytes"] = bucket_bytes()
     found = frame.run("tools.bench.link_program", options, workers, **where, mpirun=transport == "mpi")
     used = [task["processor"][compressor] for task in found["tasks"]]
     return {

@@ -31,7 +31,7 @@ import psutil  # noqa: E402
 
 from tfdist import data  # noqa: E402
 from tfdist.monitoring.throughput import Throughput  # noqa: E402
-from tfdist.runtime import progress  # noqa: E402
+from tfdist.runtime.report import progress  # noqa: E402
 from tfdist.training.trainer import Trainer  # noqa: E402
 
 MOMENTS["imported"] = time.time()
@@ -68,9 +68,10 @@ class Stamp(keras.callbacks.Callback):
 def memory():
     """Returns what this task, the other tasks and their spare hold, in MB."""
     found = {"spare RSS": 0.0, "spare PSS": 0.0, "all PSS": 0.0}
-    for each in psutil.Process(os.getppid()).children():
+    spare = psutil.Process().parents()[1]  # the parent waits for this task
+    for each in [*spare.parent().children(), *spare.children(recursive=True)]:
         words, held = each.cmdline(), each.memory_full_info()
-        if " ".join(words) == "tfdist: warm spare":
+        if each == spare:
             found |= {"spare RSS": held.rss / 1e6, "spare PSS": held.pss / 1e6}
         if "-SEc" not in words:  # the guardian
             found["all PSS"] += held.pss / 1e6

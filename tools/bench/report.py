@@ -11,7 +11,21 @@ from collections.abc import Sequence
 
 from tools.bench.record import Record, read, spread
 
-BENCHES = ("link", "peers", "scale", "accuracy", "codec", "step", "ps", "recovery", "startup", "inputs")
+BENCHES = (
+    "link",
+    "peers",
+    "split",
+    "scale",
+    "accuracy",
+    "codec",
+    "step",
+    "ps",
+    "recovery",
+    "startup",
+    "inputs",
+    "tables",
+    "ray_jobs",
+)
 FOLDER = pathlib.Path(__file__).parent
 HEAD = """# Results
 

@@ -1,6 +1,7 @@
 """One task of PyTorch's DistributedDataParallel over gloo, without TensorFlow. Arguments: output folder, options as JSON.
 
-Rank and size are what TF_CONFIG says. `options`: `hook`, `rounds`, `steps` of a round, `batch`.
+Rank and size are what TF_CONFIG says. `options`: `hook`, `rounds`, `steps` of a round, `batch`; `optimizer`, `splits` and
+`model`, which may be left out.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import sys
 import torch
 from torch import distributed, nn
 from torch.distributed.algorithms.ddp_comm_hooks import default_hooks, powerSGD_hook
+from torch.distributed.optim import ZeroRedundancyOptimizer
 from torch.nn.parallel import DistributedDataParallel
 
 from tools.bench import models, turns
@@ -27,7 +29,7 @@ _ONE_BUCKET_MB = 10_000
 def made() -> DistributedDataParallel:
     """Returns the MLP, with the hook."""
     layers: list[nn.Module] = []
-    for width_in, width_out in itertools.pairwise(models.MLP):
+    for width_in, width_out in itertools.pairwise(models.WIDTHS[OPTIONS.get("model", "mlp")]):
         layers += [nn.Linear(width_in, width_out), nn.ReLU()]
     # PowerSGD's hook aborts over gloo with more than one bucket.
     buckets = {"bucket_cap_mb": _ONE_BUCKET_MB} if HOOK == "powersgd" else {}
@@ -49,7 +51,12 @@ distributed.init_process_group("gloo", f"file://{FOLDER}/rendezvous", rank=RANK,
 examples, labels = map(torch.from_numpy, turns.examples(RANK, OPTIONS["batch"]))
 batches = itertools.cycle(zip(examples.split(OPTIONS["batch"]), labels.long().split(OPTIONS["batch"]), strict=True))
 ddp, loss_of = made(), nn.CrossEntropyLoss()
-optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+if OPTIONS.get("optimizer") != "adam":
+    optimizer = torch.optim.SGD(ddp.parameters(), 0.01)
+elif OPTIONS["splits"]:
+    optimizer = ZeroRedundancyOptimizer(ddp.parameters(), torch.optim.Adam, lr=0.01)
+else:
+    optimizer = torch.optim.Adam(ddp.parameters(), lr=0.01)
 
 
 def step() -> float:

@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import os
 import pathlib
+import resource
 import statistics
 import sys
 import time
@@ -62,7 +63,7 @@ def measure(step: Callable[[], Any], meet: Callable[[], Any], rounds: int, steps
 
     Returns:
         `seconds`, the median step of each turn; `sent`, bytes of a step; `processor`, seconds of a step in which this process's
-        threads used a core, user and system; `libraries`, those that this process has loaded.
+        threads used a core, user and system; `peak`, bytes; `libraries`, those that this process has loaded.
     """
     seconds, counted, processor = [], 0, 0.0
     for number in range(rounds + 1):
@@ -80,7 +81,18 @@ def measure(step: Callable[[], Any], meet: Callable[[], Any], rounds: int, steps
             processor += used
     loaded = [name for name in _LIBRARIES if name in sys.modules]
     count = rounds * steps
-    return {"seconds": seconds, "sent": counted / count, "processor": processor / count, "libraries": loaded}
+    return {
+        "seconds": seconds,
+        "sent": counted / count,
+        "processor": processor / count,
+        "peak": peak_bytes(),
+        "libraries": loaded,
+    }
+
+
+def peak_bytes() -> int:
+    """Returns the largest resident memory that this process has had."""
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
 
 
 def write(folder: pathlib.Path, rank: int, results: dict[str, Any]) -> None:

@@ -20,7 +20,8 @@ from tfdist.cluster import ClusterSpec, TaskSpec, local_cluster
 from tfdist.cluster.spec import split_address
 from tfdist.errors import ConfigError, format_value, printable_lines
 from tfdist.launch.launcher import Launcher
-from tfdist.runtime import process_end
+from tfdist.launch.options import Options
+from tfdist.runtime.end import process_end
 from tfdist.runtime.log import print_always
 
 VARIABLE = "TFDIST_NETNS"
@@ -131,7 +132,7 @@ def main(argv: Sequence[str]) -> int:
         return 2
     os.makedirs(args.log_dir, exist_ok=True)
     limits = {"grace_seconds": args.grace_seconds, "max_restarts": args.max_restarts}
-    return Launcher(args.command, cluster, args.log_dir, prefixes=prefixes, fresh_ports=True, **limits).run()
+    return Launcher(Options(args.command, cluster, args.log_dir, prefixes=prefixes, fresh_ports=True, **limits)).run()
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""The messages of the package, its errors, warnings and logs, found in its source; and the index of them in docs/troubleshooting.md.
+"""The messages of the package, its errors, warnings and logs, found in its source; and the index of them in docs/messages.md.
 
 `make docs` writes the index where the page has `MARK`. A message names its remedy itself, or the page has a row for it.
 """
@@ -17,9 +17,11 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "tfdist"
 ERRORS = {
     "ConfigError",
     "ClusterError",
+    "AuditError",
     "BackupError",
     "DataError",
     "CorruptBackupError",
+    "UnfinishedBackupError",
     "UnreadableBackupError",
     "WriteError",
     "FloatingPointError",
@@ -66,11 +68,20 @@ _QUESTION = re.compile(r"\b(?:Is|Are|Do|Does) [^?]+\?")
 MARK = "<!-- make docs writes the index of all messages here -->\n"
 # Parts of the index: the packages whose messages they have.
 PARTS = {
-    "Command line and configuration": ("config", "commands", "tasks", "errors", "doctor", "__main__", "train"),
-    "Launcher": ("launch", "runtime"),
+    "Command line and configuration": (
+        "config",
+        "commands",
+        "tasks",
+        "errors",
+        "doctor",
+        "verify",
+        "__main__",
+        "train",
+    ),
+    "Launcher": ("launch", "ray", "runtime"),
     "Clusters": ("cluster",),
     "Strategies and exchange of gradients": ("strategies", "collectives", "compat", "replicas", "engine"),
-    "Models, losses and optimizers": ("step", "gradients", "training", "parameter_server"),
+    "Models, losses and optimizers": ("step", "gradients", "layers", "sharding", "training", "parameter_server"),
     "Data": ("data",),
     "Compression and measurements": ("compression", "monitoring"),
     "Backups": ("backup",),
@@ -148,6 +159,7 @@ def _known(part: ast.expr, local: dict[str, ast.expr]) -> str:
     return found[0] if len(found) == 1 else _GAP
 
 
+@functools.cache
 def messages() -> list[Message]:
     """Returns every message of the package once."""
     found: dict[str, Message] = {}
@@ -171,7 +183,7 @@ def rows(page: str) -> dict[str, tuple[str, str]]:
 
 
 def index(page: str) -> str:
-    """Returns the index of all messages, with the remedy of each, or a link to the section of the page that has its row."""
+    """Returns the index of all messages, with the remedy of each, or a link to the section of the page, docs/messages.md, that has its row."""
     known = rows(page)
     lines: list[str] = []
     for part, packages in PARTS.items():

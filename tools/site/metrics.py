@@ -2,7 +2,7 @@
 
     python -m tools.site.metrics
 
-The table comes from `tfdist.step.metrics.kind`; tests/multiprocess/reports/metrics.py compares each class with one device.
+The table comes from `tfdist.step.metrics.kind`; tests/cases/sources/metrics.py compares each class with one device.
 """
 
 from __future__ import annotations

@@ -6,12 +6,11 @@ Schedulers restart a job that ends with exit code 75: training that received SIG
 from __future__ import annotations
 
 import dataclasses
-import re
 import shlex
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 
 from tfdist.config import TrainConfig, cluster
-from tfdist.config.ranges import Range
+from tfdist.config.constraints import between, matches, option, value_faults
 from tfdist.errors import ConfigError, format_value
 
 
@@ -30,31 +29,20 @@ class Job:
         notice: Seconds before the time limit at which Slurm sends SIGTERM, so that tasks save. Only for Slurm.
     """
 
-    name: str = "tfdist"
-    cpus: int = 1
-    memory: str = "4G"
-    gpus: int = 0
-    image: str = "tfdist:latest"
-    claim: str = "tfdist"
-    time: str = ""
-    notice: int = 120
-
-    def faults(self) -> Iterator[str]:
-        """Yields the errors in the job."""
-        if not re.fullmatch(r"[a-z]([-a-z0-9]{0,40}[a-z0-9])?", self.name):
-            yield f"name must be lower-case letters, digits and '-', at most 42. Received: {format_value(self.name)}."
-        if not re.fullmatch(r"[1-9][0-9]{0,8}[KMGT]", self.memory):
-            yield f"memory must be a number with K, M, G or T, such as 4G. Received: {format_value(self.memory)}."
-        if not re.fullmatch(r"[a-z0-9][-._/:@a-zA-Z0-9]*", self.image):
-            yield f"image must be such as registry.example/team/image:tag. Received: {format_value(self.image)}."
-        if not re.fullmatch(r"[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?", self.claim):
-            yield f"claim must be lower-case letters, digits, '-' and '.'. Received: {format_value(self.claim)}."
-        yield from Range(1, 10_000).faults("cpus", self.cpus)
-        yield from Range(0, 1000).faults("gpus", self.gpus)
-        if not 0 < self.notice < 2**16:
-            yield f"notice must be 1 to 65535 seconds. Received: {self.notice}."
-        if self.time and not re.fullmatch(r"([0-9]+-)?[0-9]+(:[0-9]+){0,2}", self.time):
-            yield f"time must be such as 2:00:00 or 1-12. Received: {format_value(self.time)}."
+    name: str = option(
+        "tfdist", *matches("lower-case letters, digits and '-', at most 42", "[a-z]([-a-z0-9]{0,40}[a-z0-9])?")
+    )
+    cpus: int = option(1, *between(1, 10_000))
+    memory: str = option("4G", *matches("a number with K, M, G or T, such as 4G", "[1-9][0-9]{0,8}[KMGT]"))
+    gpus: int = option(0, *between(0, 1000))
+    image: str = option(
+        "tfdist:latest", *matches("such as registry.example/team/image:tag", "[a-z0-9][-._/:@a-zA-Z0-9]*")
+    )
+    claim: str = option(
+        "tfdist", *matches("lower-case letters, digits, '-' and '.'", "[a-z0-9]([-.a-z0-9]{0,251}[a-z0-9])?")
+    )
+    time: str = option("", *matches("such as 2:00:00 or 1-12", "(([0-9]+-)?[0-9]+(:[0-9]+){0,2})?"))
+    notice: int = option(120, "1 to 65535 seconds", lambda seconds: 0 < seconds < 2**16)
 
 
 def tasks(config: TrainConfig) -> int:
@@ -63,19 +51,18 @@ def tasks(config: TrainConfig) -> int:
 
 
 def check(config: TrainConfig, job: Job, fault: str) -> None:
-    """Checks a job and the configuration that it trains.
-
-    Args:
-        config: The configuration.
-        job: The job.
-        fault: An error message from the scheduler's own check, or an empty text.
+    """Checks a job and the configuration that it trains; `fault` is an error of the scheduler's own check, or an empty text.
 
     Raises:
         ConfigError: The job or the configuration is invalid; the error lists every problem.
     """
-    faults = [*job.faults(), *([fault] if fault else [])]
-    for name in (*cluster.FLAGS, "source"):
-        if (value := getattr(config.cluster, name)) not in ("", "auto"):
+    faults = [message for _, message in value_faults(job, "")]
+    if fault:
+        faults.append(fault)
+    unset = {**dict.fromkeys(cluster.FLAGS, ""), "source": "auto", "ray": ""}
+    for name, default in unset.items():
+        value = getattr(config.cluster, name)
+        if value not in ("", default):
             faults.append(
                 f"cluster.{name} is not for a job, whose tasks the scheduler places. Received: {format_value(value)}."
             )
@@ -89,9 +76,8 @@ def check(config: TrainConfig, job: Job, fault: str) -> None:
 
 
 def command(arguments: Sequence[str]) -> str:
-    """Returns the shell command of each task. It runs the module, because the script `tfdist` may not be on the hosts' PATH.
+    """Returns the shell command of each task, by the flags of `tfdist train`.
 
-    Args:
-        arguments: The flags of `tfdist train`.
+    It runs the module, because the script `tfdist` may not be on the hosts' PATH.
     """
     return shlex.join(["python", "-m", "tfdist.train", *arguments])

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from tfdist.cluster.jobs.job import Job, check, command, tasks
 from tfdist.config import TrainConfig
-from tfdist.runtime.process_end import PREEMPTED
+from tfdist.runtime.end.process_end import PREEMPTED
 
 
 def script(config: TrainConfig, workdir: pathlib.PurePath | str, arguments: Sequence[str], job: Job) -> str:
@@ -22,15 +22,21 @@ def script(config: TrainConfig, workdir: pathlib.PurePath | str, arguments: Sequ
     Raises:
         ConfigError: `job` is invalid, or the configuration names a cluster; the error lists every problem.
     """
-    short = f"notice must be grace_seconds, {config.grace_seconds:g} s, or more, in which tasks save. Received: {job.notice}."
-    check(config, job, short if job.notice < config.grace_seconds else "")
+    fault = ""
+    if job.notice < config.grace_seconds:
+        fault = f"notice must be grace_seconds, {config.grace_seconds:g} s, or more, in which tasks save. Received: {job.notice}."
+    check(config, job, fault)
     options = [
         f"--job-name={job.name}",
         f"--ntasks={tasks(config)}",
         f"--cpus-per-task={job.cpus}",
         f"--mem-per-cpu={max(1, _megabytes(job.memory) // job.cpus)}M",
-        *([f"--gpus-per-task={job.gpus}"] if job.gpus else []),
-        *([f"--time={job.time}"] if job.time else []),
+    ]
+    if job.gpus:
+        options.append(f"--gpus-per-task={job.gpus}")
+    if job.time:
+        options.append(f"--time={job.time}")
+    options += [
         f"--signal=TERM@{job.notice}",
         "--requeue",
         "--open-mode=append",
@@ -52,5 +58,5 @@ exit "$code"
 
 
 def _megabytes(memory: str) -> int:
-    number, unit = int(memory[:-1]), memory[-1]
-    return max(1, number * 1024 ** "KMGT".index(unit) // 1024)
+    kilobytes = 1024 ** "KMGT".index(memory[-1])
+    return max(1, int(memory[:-1]) * kilobytes // 1024)

@@ -5,6 +5,7 @@ A resolver reads the variables of one system that starts processes. Resolvers ru
     (hosts)      explicit hosts, before all others: see `cluster/resolvers/hosts.py`
     tf_config    TF_CONFIG: `tfdist launch`, Kubeflow's TFJob, by hand
     open_mpi     OMPI_COMM_WORLD_SIZE; before Slurm, in whose jobs mpirun may run
+    skypilot     SKYPILOT_NODE_IPS; before Slurm, which may have the nodes
     slurm        SLURM_STEP_ID, which srun sets for the tasks of a step
     sagemaker    SM_HOSTS
     kubernetes   TFDIST_PODS, which the manifests of `tfdist cluster emit` set
@@ -22,7 +23,7 @@ from collections.abc import Callable, Iterator, Mapping
 from typing import TypeAlias
 
 from tfdist.cluster.preflight import START_TIMEOUT
-from tfdist.cluster.resolvers import environment, kubernetes, open_mpi, sagemaker, slurm, tf_config
+from tfdist.cluster.resolvers import environment, kubernetes, open_mpi, sagemaker, skypilot, slurm, tf_config
 from tfdist.cluster.resolvers import hosts as hosts_lib
 from tfdist.cluster.resolvers.environment import Environment, RankAddresses, ResolvedCluster
 from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec, split_address
@@ -36,6 +37,7 @@ _Resolver: TypeAlias = Callable[[Environment], RankAddresses | ClusterTask | Non
 RESOLVERS: dict[str, tuple[str, _Resolver]] = {
     "tf_config": ("TF_CONFIG", tf_config.resolve),
     "open_mpi": ("OMPI_COMM_WORLD_SIZE", open_mpi.resolve),
+    "skypilot": ("SKYPILOT_NODE_IPS", skypilot.resolve),
     "slurm": ("SLURM_STEP_ID", slurm.resolve),
     "sagemaker": ("SM_HOSTS", sagemaker.resolve),
     "kubernetes": ("TFDIST_PODS", kubernetes.resolve),
@@ -73,11 +75,13 @@ def resolve(
         share = assign_gpus(Environment(environ, timeout), *placed)
         return ResolvedCluster(*placed, "hosts", {name: text for name, text in host_arguments.items() if text}, share)
     for name, sign, resolver in _asked(source):
-        if sign and not environ.get(sign):
+        variables = Environment(environ, timeout)
+        if sign and not variables.get(sign):
             if source == "auto":
                 continue
             raise ConfigError(f"the environment describes no cluster of {source}: {sign} is not set.")
-        if resolved := _ask(name, sign, resolver, Environment(environ, timeout), ps):
+        resolved = _ask(name, resolver, variables, ps)
+        if resolved:
             return resolved
     return None
 
@@ -117,9 +121,8 @@ def _asked(source: str) -> Iterator[tuple[str, str, _Resolver]]:
             yield name, plugin.variable, functools.partial(_ask_plugin, name, plugin)
 
 
-def _ask(name: str, sign: str, resolver: _Resolver, variables: Environment, ps: int) -> ResolvedCluster | None:
-    if sign and not variables.get(sign):
-        return None
+def _ask(name: str, resolver: _Resolver, variables: Environment, ps: int) -> ResolvedCluster | None:
+    """Calls a resolver, and assigns roles to tasks without roles. Errors begin with the resolver's name."""
     faults: list[str] = []
     with collect_errors(faults):
         answer = resolver(variables)
@@ -130,7 +133,9 @@ def _ask(name: str, sign: str, resolver: _Resolver, variables: Environment, ps: 
                 return None  # a single process, which may start others
             answer = environment.assign_roles(answer.addresses, answer.rank, ps)
         return ResolvedCluster(*answer, name, variables.read, assign_gpus(variables, *answer))
-    raise ConfigError(fault if name == "tf_config" else f"{name}: {fault}" for fault in faults)
+    if name != "tf_config":  # whose errors begin with TF_CONFIG
+        faults = [f"{name}: {fault}" for fault in faults]
+    raise ConfigError(faults)
 
 
 def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddresses | ClusterTask | None:
@@ -157,16 +162,12 @@ def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) ->
     """Returns CUDA_VISIBLE_DEVICES with this task's share of its host's GPUs; empty if tasks do not share GPUs.
 
     Workers get equal shares. A chief and parameter servers get no GPUs, because TensorFlow would reserve all memory of them.
-
-    Args:
-        variables: The environment.
-        cluster: The addresses of all tasks.
-        task: This process's task.
     """
+    # Slurm, or an earlier call of this function, has already given this task its GPUs.
     bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", _GPUS_SHARED)
     if bound or variables.get("SLURM_GPU_BIND") not in ("", "none") or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
         return {}
-    if task.type == "evaluator":
+    if task.type == "evaluator":  # it has no address, which would tell its host
         return {}
     host, _ = split_address(cluster.address(task))
     tasks_of_host = [other for other in cluster.tasks() if split_address(cluster.address(other))[0] == host]

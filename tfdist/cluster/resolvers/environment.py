@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tfdist.cluster.preflight import START_TIMEOUT
 from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec
-from tfdist.cluster.validation import MOST_TASKS
+from tfdist.cluster.validation import MOST_TASKS, is_index
 from tfdist.errors import ConfigError, format_value
 
 PORT = 2222  # the default
@@ -32,28 +32,31 @@ class Environment:
     def get(self, *names: str) -> str:
         """Returns the first of the variables that is set and not empty, or an empty text."""
         for name in names:
-            if value := self._environ.get(name, "").strip():
+            value = self._environ.get(name, "").strip()
+            if value:
                 self.read[name] = value
                 return value
         return ""
 
     def require(self, *names: str) -> str:
         """Returns the same as `get`; raises ConfigError if no variable is set."""
-        if value := self.get(*names):
-            return value
-        raise ConfigError(f"{' or '.join(names)} must be set, because {next(iter(self.read))} is set.")
+        value = self.get(*names)
+        if not value:
+            raise ConfigError(f"{' or '.join(names)} must be set, because {next(iter(self.read))} is set.")
+        return value
 
     def require_index(self, *names: str) -> int:
         """Returns the value of `require` as a whole number from 0; raises ConfigError for other values."""
         value = self.require(*names)
-        if not (value.isascii() and value.isdigit() and len(value) < 10):
+        if not is_index(value):
             name = next(name for name in names if self.read.get(name) == value)
             raise ConfigError(f"{name} must be a whole number from 0. Received: {format_value(value)}.")
         return int(value)
 
     def size(self, *names: str) -> int:
         """Returns the value of `require_index` as a number of tasks; raises ConfigError if it is larger than `MOST_TASKS`."""
-        if (size := self.require_index(*names)) > MOST_TASKS:
+        size = self.require_index(*names)
+        if size > MOST_TASKS:
             raise ConfigError(f"{names[0]} must be a number of tasks, at most {MOST_TASKS}. Received: {size}.")
         return size
 
@@ -92,11 +95,8 @@ class ResolvedCluster:
 def assign_roles(addresses: Sequence[str], rank: int, ps: int = 0) -> ClusterTask:
     """Returns the cluster that the ranks form, and the task of one rank.
 
-    Args:
-        addresses: `host:port` of each rank.
-        rank: This process's rank.
-        ps: Number of parameter servers: rank 0 is then the chief, the last `ps` ranks are servers, and the ranks between
-            are workers. 0 makes all ranks workers.
+    With `ps` parameter servers rank 0 is the chief, the last `ps` ranks are servers, and the ranks between are workers. Without servers
+    all ranks are workers.
 
     Raises:
         ConfigError: The rank is out of range, or there are fewer than `ps + 2` ranks.

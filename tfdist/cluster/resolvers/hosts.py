@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 from tfdist.cluster.resolvers.environment import PORT, assign_roles
 from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec, split_address
-from tfdist.cluster.validation import MOST_TASKS
+from tfdist.cluster.validation import MOST_TASKS, is_index
 from tfdist.errors import ConfigError, format_value, list_first
 from tfdist.runtime.files import read_file
 
@@ -58,14 +58,17 @@ def local_tasks(
         ConfigError: An argument is invalid (all errors are listed), or `task` is empty and none of the listed hosts, or several,
             are this host.
     """
-    workers, servers = _training_hosts(hosts, hostfile), _split(ps_hosts)
+    workers = _training_hosts(hosts, hostfile)
+    servers = _split(ps_hosts)
     names = list(dict.fromkeys(host.lower() for host in workers))
     faults = []
-    if repeated := _repeated([] if hostfile else workers):
+    repeated = _repeated(workers)
+    if repeated and not hostfile:
         faults.append(
             f"hosts has {repeated} more than once; write each host once, and set workers_per_host=2 for two tasks per host."
         )
-    if repeated := _repeated(servers):
+    repeated = _repeated(servers)
+    if repeated:
         faults.append(
             f"ps_hosts has {repeated} more than once; give each server on a host its own port: host3:2222,host3:2223."
         )
@@ -73,7 +76,8 @@ def local_tasks(
         faults.append(
             f"hostfile {hostfile} sets the number of tasks of each host; remove its slots, or leave out workers_per_host."
         )
-    if (count := len(names) * (workers_per_host or 1)) > MOST_TASKS:
+    count = len(names) * (workers_per_host or 1)
+    if count > MOST_TASKS:
         faults.append(f"a cluster has at most {MOST_TASKS} tasks. Received: {count}.")
     if faults:
         raise ConfigError(faults)
@@ -88,13 +92,13 @@ def local_tasks(
     local = [host for host, tasks in tasks_by_host.items() if _is_local(spec.address(tasks[0]))]
     if len(local) == 1:
         return LocalTasks(spec, tasks_by_host[local[0]])
-    listed = list_first(local or list(tasks_by_host), 4)
     name = socket.gethostname()
+    remedy = f"name the tasks to start here, such as --task={spec.tasks()[0]}."
+    if local:
+        raise ConfigError(f"{list_first(local, 4)} are all addresses of this host ({name}): {remedy}")
     raise ConfigError(
-        f"{listed} are all addresses of this host ({name}): name the tasks to start here, such as --task={spec.tasks()[0]}."
-        if local
-        else f"this host ({name}) is not one of {listed}: write the names or addresses by which the hosts reach each other, or name the "
-        f"tasks to start here, such as --task={spec.tasks()[0]}."
+        f"this host ({name}) is not one of {list_first(list(tasks_by_host), 4)}: write the names or addresses by which the hosts reach "
+        f"each other, or {remedy}"
     )
 
 
@@ -102,7 +106,8 @@ def _training_hosts(hosts: str, hostfile: str) -> list[str]:
     """Returns the host, or address, of each training task."""
     if bool(hosts) == bool(hostfile):
         raise ConfigError(f"either hosts or hostfile must be given. Received: hosts={hosts!r}, hostfile={hostfile!r}.")
-    if not (workers := _read(hostfile) if hostfile else _split(hosts)):
+    workers = _read(hostfile) if hostfile else _split(hosts)
+    if not workers:
         raise ConfigError(f"hosts has no host; write it as host1,host2. Received: {format_value(hosts)}.")
     return workers
 
@@ -131,7 +136,12 @@ def _has_port(host: str) -> bool:
 
 
 def _split(text: str) -> list[str]:
-    return [item.strip() for item in text.split(",") if item.strip()]
+    items = [item.strip() for item in text.split(",")]
+    if any(items) and not all(items):
+        raise ConfigError(
+            f"a list of hosts or tasks has an empty name between its commas; remove the comma. Received: {format_value(text)}."
+        )
+    return list(filter(None, items))
 
 
 def _read(path: str) -> list[str]:
@@ -143,19 +153,21 @@ def _read(path: str) -> list[str]:
     faults: list[str] = []
     for number, line in enumerate(lines, 1):
         words = line.partition("#")[0].split()
+        if not words:
+            continue
         # mpirun's `max_slots` limits oversubscription: it does not change the number of tasks.
         options = [word for word in words[1:] if not word.startswith(("max_slots=", "max-slots="))]
-        slots = re.fullmatch(r"slots=([0-9]{1,9})", options[0]) if len(options) == 1 else None
-        if options and not slots:
+        slots = re.fullmatch(r"slots=([0-9]{1,9})", " ".join(options or ["slots=1"]))
+        if slots is None:
             faults.append(
                 f"hostfile {path}, line {number}: expected 'host' or 'host slots=2'. Received: {format_value(line)}."
             )
-        elif len(hosts) + (count := int(slots[1]) if slots else 1) > MOST_TASKS:
+        elif len(hosts) + int(slots[1]) > MOST_TASKS:
             faults.append(
                 f"hostfile {path}, line {number}: more than {MOST_TASKS} tasks. Received: {format_value(line)}."
             )
-        elif words:
-            hosts += words[:1] * count
+        else:
+            hosts += words[:1] * int(slots[1])
     if faults or not hosts:
         raise ConfigError(faults or f"hostfile {path} has no host.")
     return hosts
@@ -171,27 +183,23 @@ def _add_default_ports(hosts: Sequence[str]) -> list[str]:
         if not _has_port(host):
             bare = f"[{host}]" if ":" in host and "[" not in host else host
             port = next_port.get(bare, PORT)
-            while (address := f"{bare}:{port}") in taken:
+            while f"{bare}:{port}" in taken:
                 port += 1
             next_port[bare] = port + 1
+            address = f"{bare}:{port}"
         addresses.append(address)
         taken.add(address)
     return addresses
 
 
 def parse_task(spec: ClusterSpec, text: str, name: str = "task") -> TaskSpec:
-    """Returns the task of a cluster that a text names, such as `worker:1`.
-
-    Args:
-        spec: The cluster.
-        text: The text.
-        name: The name of the argument, for the message.
+    """Returns the task of a cluster that a text, the argument `name`, names, such as `worker:1`.
 
     Raises:
         ConfigError: The cluster has no such task.
     """
-    job, colon, index = text.strip().partition(":")
-    task = TaskSpec(job, int(index)) if colon and index.isascii() and index.isdigit() and len(index) < 10 else None
+    job, _, index = text.strip().partition(":")
+    task = TaskSpec(job, int(index) if is_index(index) else -1)
     if task not in spec.tasks():
         tasks = ", ".join(map(str, spec.tasks()))
         raise ConfigError(f"{name} must be one of {tasks}. Received: {format_value(text)}.")

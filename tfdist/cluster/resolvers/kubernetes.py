@@ -13,17 +13,16 @@ def resolve(variables: Environment) -> RankAddresses | None:
 
     The pods' names are NAME-INDEX; a headless service resolves them.
 
-    Args:
-        variables: The environment: `TFDIST_PODS`, `TFDIST_SERVICE`, and the pod's name and index.
-
     Raises:
         ConfigError: A variable is missing or invalid.
     """
-    size, service = variables.size("TFDIST_PODS"), variables.require("TFDIST_SERVICE")
+    size = variables.size("TFDIST_PODS")
+    service = variables.require("TFDIST_SERVICE")
     if size == 0:
         raise ConfigError("TFDIST_PODS must be the number of pods, 1 or more. Received: '0'.")
     name, dash, index = variables.require("TFDIST_POD", "HOSTNAME").partition(".")[0].rpartition("-")
-    if completion := variables.get("JOB_COMPLETION_INDEX"):
+    completion = variables.get("JOB_COMPLETION_INDEX")
+    if completion:
         if variables.require_index("JOB_COMPLETION_INDEX") >= size:
             raise ConfigError(
                 f"JOB_COMPLETION_INDEX must be 0 to {size - 1}, as TFDIST_PODS is {size}. Received: {format_value(completion)}."

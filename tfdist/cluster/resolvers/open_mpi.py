@@ -14,18 +14,14 @@ def resolve(variables: Environment) -> RankAddresses | None:
 
     `mpirun` does not publish the hosts that it uses: ranks on several hosts exchange their addresses through a shared folder.
 
-    Args:
-        variables: The environment.
-
     Raises:
         ClusterError: Some ranks do not write their address in time.
         ConfigError: A variable is missing or invalid, or there are several hosts and no `TFDIST_RENDEZVOUS`.
     """
-    rank, size = variables.require_index("OMPI_COMM_WORLD_RANK"), variables.size("OMPI_COMM_WORLD_SIZE")
-    local_rank, local_size = (
-        variables.require_index("OMPI_COMM_WORLD_LOCAL_RANK"),
-        variables.require_index("OMPI_COMM_WORLD_LOCAL_SIZE"),
-    )
+    rank = variables.require_index("OMPI_COMM_WORLD_RANK")
+    size = variables.size("OMPI_COMM_WORLD_SIZE")
+    local_rank = variables.require_index("OMPI_COMM_WORLD_LOCAL_RANK")
+    local_size = variables.require_index("OMPI_COMM_WORLD_LOCAL_SIZE")
     if size < 1:
         raise ConfigError(f"OMPI_COMM_WORLD_SIZE must be the number of tasks, 1 or more. Received: {size}.")
     if rank >= size:
@@ -42,7 +38,8 @@ def resolve(variables: Environment) -> RankAddresses | None:
     if local_size == size:
         return RankAddresses([f"127.0.0.1:{port + number}" for number in range(size)], rank)
     # mpirun does not pass the other ranks' hosts to a rank.
-    if not (folder := variables.get("TFDIST_RENDEZVOUS")):
+    folder = variables.get("TFDIST_RENDEZVOUS")
+    if not folder:
         raise ConfigError(
             "TFDIST_RENDEZVOUS must name a folder that all hosts share, because mpirun does not publish the ranks' hosts."
         )

@@ -40,10 +40,6 @@ def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout:
     Args:
         folder: A folder that all ranks share. Each job creates a subfolder, which is removed at the end.
         job: The name of this job, equal on all ranks, and unique among jobs that run at the same time.
-        rank: This process's rank, from 0.
-        size: Number of ranks.
-        address: This process's address.
-        timeout: Seconds to wait for the other ranks.
 
     Raises:
         ClusterError: A rank does not write its address in time, a file was not written by a process of this user, or the
@@ -65,9 +61,10 @@ def exchange(folder: str, job: str, rank: int, size: int, address: str, timeout:
 class _Meeting:
     def __init__(self, place: pathlib.Path, rank: int, size: int, address: str):
         self._folder = SharedFolder(place)
-        self._rank, self._size = rank, size
+        self._rank = rank
+        self._size = size
         self._entry = {"address": address, "token": uuid.uuid4().hex}
-        self._entries: dict[int, dict[str, Any]] = {0: self._entry} if rank == 0 else {}
+        self._entries: dict[int, dict[str, Any]] = {rank: self._entry}  # rank 0 adds those of the other ranks
         self._missing = ""  # the ranks or files that this rank waits for
         self._fault = ""  # why the last file could not be read
         self._number = ""  # of the list that rank 0 has written
@@ -78,7 +75,11 @@ class _Meeting:
         self._write(str(self._rank), self._entry)
         look = self._collect if self._rank == 0 else self._confirm
         began = reported = time.monotonic()
-        while (result := look()) is None:
+        while True:
+            result = look()
+            if result is not None:
+                self._is_agreed = True
+                return result
             now = time.monotonic()
             if now - began > timeout:
                 fault = f" The last one could not be read: {self._fault}." if self._fault else ""
@@ -90,8 +91,6 @@ class _Meeting:
                 logger.info(f"waiting for {self._missing} in {self._folder.place}")
                 reported = now
             time.sleep(min(max(0.1, time.monotonic() - now), 1.0))
-        self._is_agreed = True
-        return result
 
     def leave(self) -> None:
         """Removes this rank's file. The last rank, usually rank 0, also removes the folder."""
@@ -116,8 +115,10 @@ class _Meeting:
         names = self._folder.names()
         changed = False
         for other in range(1, self._size):
-            if str(other) not in names or not (entry := self._read(str(other), _is_entry, other)):
+            entry = self._read(str(other), _is_entry, other) if str(other) in names else None
+            if entry is None:
                 continue
+            # Another token is of another start of that rank, so the other ranks must confirm again.
             if entry["token"] != self._entries.get(other, {}).get("token"):
                 changed = True
             self._entries[other] = entry
@@ -141,7 +142,8 @@ class _Meeting:
         names = self._folder.names()
         absent = {rank for rank in range(self._size) if str(rank) not in names}
         self._missing = f"the addresses of rank {_join(absent)}" if absent else "the list of addresses by rank 0"
-        if _LIST not in names or not (address_list := self._read(_LIST, self._is_list, 0)):
+        address_list = self._read(_LIST, self._is_list, 0) if _LIST in names else None
+        if address_list is None:
             return None
         members = address_list["members"]
         if members[self._rank] != [self._entry["address"], self._entry["token"]]:
@@ -155,12 +157,10 @@ class _Meeting:
         return None
 
     def _is_list(self, content: Any) -> bool:
-        pairs = content["members"] if isinstance(content, dict) and isinstance(content.get("members"), list) else []
-        texts = [text for pair in pairs if isinstance(pair, list) and len(pair) == 2 for text in pair]
-        is_complete = (
-            len(pairs) == self._size and len(texts) == 2 * self._size and all(isinstance(t, str) for t in texts)
-        )
-        return is_complete and isinstance(content.get("number"), str) and isinstance(content.get("agreed"), bool)
+        match content:
+            case {"number": str(), "agreed": bool(), "members": [*members]}:
+                return len(members) == self._size and all(map(_is_member, members))
+        return False
 
     def _write(self, name: str, content: dict[str, Any]) -> None:
         try:
@@ -173,7 +173,8 @@ class _Meeting:
     def _read(self, name: str, is_valid: Callable[[Any], bool], rank: int) -> dict[str, Any] | None:
         """Returns the content of a file, or None if it does not exist or cannot be read yet."""
         try:
-            if not (text := self._folder.read(name)):
+            text = self._folder.read(name)
+            if not text:
                 return None  # network storage may show a file before its content
             content = json.loads(text)
             if is_valid(content):
@@ -193,7 +194,18 @@ class _Meeting:
 
 
 def _is_entry(content: Any) -> bool:
-    return isinstance(content, dict) and all(isinstance(content.get(name), str) for name in ("address", "token"))
+    match content:
+        case {"address": str(), "token": str()}:
+            return True
+    return False
+
+
+def _is_member(content: Any) -> bool:
+    """Returns whether an item of the list is the address and the token of a rank."""
+    match content:
+        case [str(), str()]:
+            return True
+    return False
 
 
 def _join(ranks: set[int]) -> str:

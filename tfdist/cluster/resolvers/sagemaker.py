@@ -11,9 +11,6 @@ from tfdist.errors import ConfigError, format_value
 def resolve(variables: Environment) -> RankAddresses | None:
     """Returns the addresses of the hosts of a SageMaker job, and the rank of this host.
 
-    Args:
-        variables: The environment: `SM_HOSTS` and `SM_CURRENT_HOST`.
-
     Raises:
         ConfigError: A variable is missing or invalid.
     """
@@ -24,7 +21,8 @@ def resolve(variables: Environment) -> RankAddresses | None:
         hosts = None
     if not isinstance(hosts, list) or not hosts or not all(isinstance(host, str) for host in hosts):
         raise ConfigError(f'SM_HOSTS must be a list such as ["algo-1", "algo-2"]. Received: {format_value(text)}.')
-    if (current := variables.require("SM_CURRENT_HOST")) not in hosts:
+    current = variables.require("SM_CURRENT_HOST")
+    if current not in hosts:
         raise ConfigError(
             f"SM_CURRENT_HOST must be one of SM_HOSTS, {', '.join(hosts)}. Received: {format_value(current)}."
         )

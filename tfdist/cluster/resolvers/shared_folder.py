@@ -15,16 +15,14 @@ import stat
 import time
 import uuid
 
+from tfdist.runtime.files import open_regular
+
 _TRIES = 20
 _OURS = re.compile(r"\d+|list|\.(\d+|list)\.[0-9a-f]{32}")  # names of the files in the folder
 
 
 class SharedFolder:
-    """A shared folder, created when the first file is written.
-
-    Args:
-        place: The folder's path.
-    """
+    """A shared folder, created when the first file is written."""
 
     def __init__(self, place: pathlib.Path):
         self.place = place
@@ -60,8 +58,7 @@ class SharedFolder:
                 file.write(content)
             partial.replace(self.place / name)
         finally:
-            with contextlib.suppress(OSError):
-                partial.unlink()
+            partial.unlink(missing_ok=True)
 
     def read(self, name: str) -> bytes:
         """Returns the content of a file.
@@ -69,18 +66,8 @@ class SharedFolder:
         Raises:
             OSError: The file cannot be read, or is a link, a named pipe or another user's.
         """
-        try:
-            descriptor = os.open(self.place / name, os.O_RDONLY | os.O_NONBLOCK | os.O_NOFOLLOW)
-        except OSError as e:
-            if e.errno == errno.ELOOP:
-                raise OSError(errno.ELOOP, "expected a regular file, and found a link", e.filename) from None
-            raise
-        with open(descriptor, "rb") as file:
-            status = os.fstat(descriptor)
-            if not stat.S_ISREG(status.st_mode):
-                kind = "expected a regular file, and found a named pipe, a folder or a device"
-                raise OSError(errno.EINVAL, kind, str(self.place / name))
-            if status.st_uid != self._owner:
+        with open_regular(self.place / name) as file:
+            if os.fstat(file.fileno()).st_uid != self._owner:
                 raise OSError(errno.EPERM, "it belongs to another user", str(self.place / name))
             return file.read()
 
@@ -93,8 +80,7 @@ class SharedFolder:
 
     def remove(self, name: str) -> None:
         """Removes a file if it exists."""
-        with contextlib.suppress(FileNotFoundError):
-            (self.place / name).unlink()
+        (self.place / name).unlink(missing_ok=True)
 
     def rmdir(self) -> None:
         """Removes the folder.
@@ -111,12 +97,11 @@ def remove_old(folder: pathlib.Path, prefix: str, seconds: float) -> None:
         for subfolder in folder.iterdir():
             with contextlib.suppress(OSError):
                 status = os.lstat(subfolder)
-                if not (
-                    subfolder.name.startswith(prefix) and stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
-                ):
+                is_own = stat.S_ISDIR(status.st_mode) and status.st_uid == os.geteuid()
+                if not is_own or not subfolder.name.startswith(prefix) or time.time() - status.st_mtime < seconds:
                     continue
-                if time.time() - status.st_mtime < seconds or not all(map(_OURS.fullmatch, os.listdir(subfolder))):
-                    continue
-                for name in os.listdir(subfolder):
-                    (subfolder / name).unlink()
-                subfolder.rmdir()
+                names = os.listdir(subfolder)
+                if all(map(_OURS.fullmatch, names)):
+                    for name in names:
+                        (subfolder / name).unlink()
+                    subfolder.rmdir()

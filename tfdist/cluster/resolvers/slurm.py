@@ -18,16 +18,13 @@ _TASK_COUNT = re.compile(r"(?P<count>[0-9]{1,9})(?:\(x(?P<times>[0-9]{1,9})\))?"
 def resolve(variables: Environment) -> RankAddresses | None:
     """Returns the addresses of the tasks of a Slurm job step, and this process's rank.
 
-    Args:
-        variables: The environment: the step's nodes, the tasks on each node, and how tasks are distributed over nodes.
-
-    Returns:
-        The addresses by rank; each task of a node has its own port.
+    Each task of a node has its own port.
 
     Raises:
         ConfigError: A variable is missing or invalid, or the variables contradict each other.
     """
-    rank, step = variables.require_index("SLURM_PROCID"), variables.require("SLURM_STEP_ID")
+    rank = variables.require_index("SLURM_PROCID")
+    step = variables.require("SLURM_STEP_ID")
     nodes = expand_hosts(variables.require("SLURM_STEP_NODELIST", "SLURM_JOB_NODELIST", "SLURM_NODELIST"))
     counts = tasks_per_node(variables.require("SLURM_STEP_TASKS_PER_NODE", "SLURM_TASKS_PER_NODE"))
     size = variables.size("SLURM_STEP_NUM_TASKS", "SLURM_NTASKS", "SLURM_NPROCS")
@@ -36,7 +33,11 @@ def resolve(variables: Environment) -> RankAddresses | None:
             f"the nodes, the tasks on each and the number of tasks do not agree. Received: {len(nodes)} nodes, {sum(counts)} "
             f"tasks on {len(counts)} nodes, {size} tasks."
         )
-    if variables.get(*_HET_SIZE):  # nodes are numbered by component, not by their order in the list
+    distribution = variables.get("SLURM_DISTRIBUTION")
+    if variables.get(*_HET_SIZE):
+        # Slurm places the components of a heterogeneous job one after the other and ignores SLURM_DISTRIBUTION. It numbers nodes by
+        # component, not by their order in the list.
+        distribution = ""
         tasks_of = dict(zip(nodes, counts, strict=True))
         nodes = [node for node in _heterogeneous_nodes(variables) if node in tasks_of]
         counts = [tasks_of[node] for node in nodes]
@@ -44,17 +45,17 @@ def resolve(variables: Environment) -> RankAddresses | None:
             raise ConfigError(
                 f"components that share a node are not supported; give each its own nodes. Received: {', '.join(nodes)}."
             )
-    # Slurm places the components of a heterogeneous job one after the other and ignores SLURM_DISTRIBUTION.
-    distribution = "" if variables.get(*_HET_SIZE) else variables.get("SLURM_DISTRIBUTION")
     places = task_placement(counts, distribution, variables.get("SLURM_DIST_PLANESIZE"))
-    node, local = variables.require_index("SLURM_NODEID"), variables.require_index("SLURM_LOCALID")
+    node = variables.require_index("SLURM_NODEID")
+    local = variables.require_index("SLURM_LOCALID")
     name = variables.get("SLURMD_NODENAME")
     if places[rank : rank + 1] != [(node, local)] or (name and name != nodes[node]):
         raise ConfigError(
             f"task {rank} is task {local} of node {node}{name and f' ({name})'}, not where SLURM_DISTRIBUTION places it "
             f"among {size} tasks; use srun --distribution=block. Received: {distribution or 'none'}."
         )
-    if reserved := variables.get("SLURM_STEP_RESV_PORTS"):
+    reserved = variables.get("SLURM_STEP_RESV_PORTS")
+    if reserved:
         ports = [int(port) for port in expand_hosts(f"[{reserved}]")]
     else:
         first = select_port(variables, f"{variables.require('SLURM_JOB_ID', 'SLURM_JOBID')}.{step}")
@@ -76,17 +77,18 @@ def _heterogeneous_nodes(variables: Environment) -> Iterator[str]:
 
 
 def task_placement(counts: list[int], distribution: str = "", plane_size: str = "") -> list[tuple[int, int]]:
-    """Returns, for each task, its node and its index on that node.
+    """Returns, for each task, its node and its index on that node; `counts` has the number of tasks on each node.
 
-    Args:
-        counts: Number of tasks on each node.
-        distribution: Slurm's distribution: `block` fills one node after the other, `cyclic` places one task on each node in
-            turn, and `plane` places `plane_size` tasks. Text after a colon, as in `block:cyclic`, concerns cores.
-        plane_size: Number of tasks that `plane` places on a node at once.
+    Slurm's `block` fills one node after the other, `cyclic` places one task on each node in turn, and `plane` places `plane_size` tasks. Text
+    after a colon, as in `block:cyclic`, concerns cores.
     """
     kind, _, size = re.split("[:,]", distribution.lower())[0].partition("=")
-    plane = max(1, int(size or plane_size)) if (size or plane_size).isdigit() else 1
-    at_once = {"cyclic": 1, "plane": plane}.get(kind, max(counts, default=1))
+    at_once = max(counts, default=1)  # block
+    if kind == "cyclic":
+        at_once = 1
+    elif kind == "plane":
+        size = size or plane_size
+        at_once = max(1, int(size)) if size.isdigit() else 1
     placement: list[tuple[int, int]] = []
     done = [0] * len(counts)
     while len(placement) < sum(counts):
@@ -106,10 +108,9 @@ def tasks_per_node(text: str) -> list[int]:
     sizes: list[int] = []
     for part in text.split(","):
         match = _TASK_COUNT.fullmatch(part.strip())
-        times = int(match["times"] or 1) if match else 0
-        if match is None or len(sizes) + times > _MOST_NAMES:
+        if match is None or len(sizes) + int(match["times"] or 1) > _MOST_NAMES:
             raise ConfigError(f"tasks per node must be a list such as '2(x3),1'. Received: {format_value(text)}.")
-        sizes += [int(match["count"])] * times
+        sizes += [int(match["count"])] * int(match["times"] or 1)
     return sizes
 
 
@@ -170,7 +171,8 @@ def _expand_range(text: str, node_list: str) -> list[str]:
     match = _NODE_RANGE.fullmatch(text.strip())
     if match is None:
         raise _node_list_error(node_list)
-    first, last = match["first"], match["last"] or match["first"]
+    first = match["first"]
+    last = match["last"] or first
     if not 0 <= int(last) - int(first) < _MOST_NAMES:
         raise _node_list_error(node_list)
     return [str(number).zfill(len(first)) for number in range(int(first), int(last) + 1)]

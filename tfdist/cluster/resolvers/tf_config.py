@@ -9,9 +9,6 @@ from tfdist.cluster.spec import ClusterTask, from_tf_config
 def resolve(variables: Environment) -> ClusterTask | None:
     """Returns the cluster and the task of `TF_CONFIG`, or None if it is an empty object.
 
-    Args:
-        variables: The environment.
-
     Raises:
         ConfigError: `TF_CONFIG` is invalid.
     """

@@ -1,0 +1,53 @@
+"""Trains a model whose variables live as pieces, with backups. Arguments: strategy, output folder, the mesh, a case of
+`model_parallel_program`, a folder of backups, and the rank that receives SIGTERM, or nothing. `stock` is Keras without backups.
+
+Stores the weights and slots, and the steps that were trained.
+"""
+
+import os
+import signal
+
+from tests.multiprocess import harness, model_parallel_program
+from tests.multiprocess.model_parallel_program import ROWS, TARGETS, build, chosen, out, strategy
+
+import tfdist  # isort: skip
+
+import keras  # isort: skip
+import numpy as np  # isort: skip
+
+if strategy == "one_device":
+    model_parallel_program.trainer = tfdist.Trainer(strategy)
+trainer = model_parallel_program.trainer
+case, folder, terminated = chosen
+STOP = 7
+
+
+class Count(keras.callbacks.Callback):
+    """Counts steps, and sends SIGTERM to this process after some."""
+
+    only_observes = True
+    steps = 0
+
+    def on_train_batch_end(self, batch, logs=None):
+        self.steps += 1
+        if self.steps == STOP and terminated and trainer.task.index == int(terminated):
+            os.kill(os.getpid(), signal.SIGTERM)
+
+
+def train():
+    model, data = build(case)
+    steps = Count()
+    callbacks = [steps]
+    if trainer:
+        callbacks.append(tfdist.BackupAndRestore(folder, delete_checkpoint=False))
+    code = 0
+    try:
+        model.fit(data, TARGETS, batch_size=ROWS, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+    except SystemExit as e:
+        code = e.code
+    slots = [np.array(variable) for variable in model.optimizer.variables]
+    return {"code": code, "steps": steps.steps, "weights": model.get_weights(), "slots": slots}
+
+
+if __name__ == "__main__":
+    harness.store(out, trainer.task.index if trainer else 0, train())

@@ -1,1 +1,0 @@
-"""Cases of public bug reports and questions, by kind."""

@@ -1,0 +1,57 @@
+"""Trainings whose variables live as pieces resume from their backups: to the bit, in another mesh, and on one device."""
+
+import shutil
+
+import pytest
+
+from tests.helpers import tiers
+from tests.multiprocess import harness
+from tfdist.runtime.end.process_end import PREEMPTED
+
+WORKERS = "multi_worker_mirrored"
+PROGRAM = "model_parallel_backup_program"
+STEPS = 40
+
+
+def train(runs, mesh, case, folder="", terminated="", strategy=WORKERS):
+    size = {"1x1": 1, "1x2": 2, "2x1": 2, "2x2": 4}[mesh]
+    ranks, _ = runs(strategy, PROGRAM, mesh, case, str(folder), terminated, size=size)
+    return ranks
+
+
+def interrupted(runs, mesh, case, tmp_path):
+    """Returns the backups of a training that ends after SIGTERM on its last rank, and the number of its steps."""
+    folder = tmp_path / "interrupted"
+    size = 2 if mesh == "1x2" else 4
+    ranks = train(runs, mesh, case, folder, str(size - 1))
+    assert {rank["code"] for rank in ranks} == {PREEMPTED}
+    (steps,) = {rank["steps"] for rank in ranks}
+    assert steps < STEPS
+    return folder, steps
+
+
+@pytest.mark.parametrize(
+    ("mesh", "case"),
+    tiers.cases([(mesh, case) for mesh in ("1x2", "2x2") for case in ("batch_norm-adamw", "dropout-averages")], 1),
+)
+def test_a_training_resumes_to_the_bit(runs, tmp_path, mesh, case):
+    whole = train(runs, mesh, case, tmp_path / "whole")
+    folder, steps = interrupted(runs, mesh, case, tmp_path)
+    resumed = train(runs, mesh, case, folder)
+    for rank, undisturbed in zip(resumed, whole, strict=True):
+        assert rank["steps"] == STEPS - steps
+        assert harness.difference(rank["weights"], undisturbed["weights"]) == 0
+        assert harness.difference(rank["slots"], undisturbed["slots"]) == 0
+
+
+def test_a_training_continues_in_another_mesh_and_on_one_device(runs, tmp_path):
+    case = "batch_norm"
+    (stock,) = train(runs, "1x1", case, strategy="stock")
+    folder, steps = interrupted(runs, "2x2", case, tmp_path)
+    for mesh, strategy in (("1x2", WORKERS), ("2x1", WORKERS), ("1x1", "one_device")):
+        copy = tmp_path / mesh
+        shutil.copytree(folder, copy)
+        for rank in train(runs, mesh, case, copy, strategy=strategy):
+            assert rank["steps"] == STEPS - steps
+            assert harness.difference(rank["weights"], stock["weights"]) < 1e-5
+            assert harness.difference(rank["slots"], stock["slots"]) < 1e-5

@@ -1,0 +1,115 @@
+"""Updates of variables that live as pieces (`strategies/mesh.py`): the optimizer is built on the pieces, and so are its slots."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.aliases import Gradient, Variables
+from tfdist.collectives.communicator import Communicator
+from tfdist.compat import keras_internals, laid_out
+from tfdist.errors import ConfigError
+from tfdist.gradients import gradient_lists
+from tfdist.gradients.sharded_update import elementwise_fault
+from tfdist.runtime.log import logger
+from tfdist.strategy import Strategy
+
+
+def update_pieces(optimizer: keras.optimizers.Optimizer, strategy: Strategy) -> None:
+    """Makes a distributed optimizer update the pieces of laid-out variables, in place.
+
+    Raises:
+        ConfigError: The optimizer needs whole variables, or has an option that does not work with pieces.
+    """
+    update: Any = keras_internals.update_method(optimizer)
+    if isinstance(getattr(update, "clip_pieces", None), _Clip):
+        return
+    fault = _fault(optimizer)
+    if fault:
+        raise ConfigError(
+            f"The optimizer {type(optimizer).__name__} {fault} (keras.distribution.ModelParallel): change the optimizer, or leave variables out of the layout map."
+        )
+    keras_build = optimizer.build
+    keras_finalize = optimizer.finalize_variable_values
+    clip = _Clip(optimizer, strategy.mesh.group)
+    update.clip_pieces = clip
+
+    def build(variables: Variables) -> None:
+        keras_build(laid_out.pieces(variables))
+        slots = [(piece, slot) for piece, _, slot in keras_internals.slots(optimizer)]
+        laid_out.lay_out_slots(slots, variables)
+        clip.copies = {id(each.piece): each.holder.copies for each in variables if laid_out.is_laid_out(each)}
+        if strategy.mesh.rank == 0:
+            own, whole = _bytes([*variables, *optimizer.variables])
+            shape = " x ".join(map(str, strategy.mesh.grid.sizes))
+            logger.info(
+                f"weights and optimizer state: {own / 1e6:.3g} MB on each of {strategy.mesh.grid.ranks} workers instead of "
+                f"{whole / 1e6:.3g} ({shape} mesh)."
+            )
+
+    optimizer.build = build
+    optimizer.finalize_variable_values = lambda variables: keras_finalize(laid_out.pieces(variables))
+
+
+def _fault(optimizer: keras.optimizers.Optimizer) -> str:
+    """Returns why an optimizer cannot update pieces; empty if it can."""
+    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
+        return "scales its loss, which is not possible (yet) with pieces of variables: use mixed_bfloat16"
+    if elementwise_fault(optimizer):
+        return elementwise_fault(optimizer)
+    if optimizer.built:
+        return "was built before, which is not possible (yet) with pieces of variables: compile the model with a new optimizer"
+    return ""
+
+
+def _bytes(variables: Variables) -> tuple[int, int]:
+    """Returns the bytes of variables on this worker, and those of the whole values."""
+    own = 0
+    whole = 0
+    for variable in variables:
+        value = keras_internals.raw_value(variable)
+        shape = variable.holder.shape if laid_out.is_laid_out(variable) else value.shape
+        own += value.shape.num_elements() * value.dtype.size
+        whole += tf.TensorShape(shape).num_elements() * value.dtype.size
+    return own, whole
+
+
+class _Clip:
+    """The clipping of gradients by norms, to which the pieces of all workers of a model group contribute.
+
+    Attributes:
+        copies: The number of workers with the same piece, by the id of the piece's variable.
+    """
+
+    def __init__(self, optimizer: keras.optimizers.Optimizer, group: Communicator):
+        self._each = optimizer.clipnorm
+        self._all = optimizer.global_clipnorm
+        self._group = group
+        self.copies: dict[int, int] = {}
+        if self._each or self._all:
+            keras_internals.replace_clip(optimizer, list)
+
+    def __call__(self, grads: Sequence[Gradient], variables: Variables) -> Sequence[Gradient]:
+        """Returns clipped gradients. A collective, if gradients are clipped by a norm."""
+        if not (self._each or self._all) or not grads:
+            return grads
+        squares = []
+        for grad in grads:
+            values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
+            squares.append(tf.reduce_sum(tf.square(tf.cast(values, tf.float32))))
+        held = [index for index, variable in enumerate(variables) if id(variable) in self.copies]
+        if held:
+            # A piece that several workers hold counts once.
+            parts = [squares[index] / self.copies[id(variables[index])] for index in held]
+            ((total,),) = self._group.all_reduce([[tf.stack(parts)]])
+            for index, square in zip(held, tf.unstack(total), strict=True):
+                squares[index] = square
+        if self._each:
+            factors = [self._each / tf.maximum(tf.sqrt(square), self._each) for square in squares]
+        else:
+            norm = tf.sqrt(tf.add_n(squares))
+            factors = [self._all * tf.minimum(1 / norm, 1 / self._all) + (norm - norm)] * len(grads)
+        return [gradient_lists.scale([grad], factor)[0] for grad, factor in zip(grads, factors, strict=True)]

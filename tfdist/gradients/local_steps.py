@@ -1,0 +1,228 @@
+"""Steps that each worker makes alone, and the exchange of the workers' weights after a number of them (`sync_every`).
+
+The *anchor* is the weights after the last exchange, equal on all workers. A worker's own weights differ from it until the next one. While
+training steps run, the model holds the worker's own weights. All others (callbacks, validations, files, backups) see the anchor: before they
+read, `MovingStatistics.show_shared` exchanges the two in place.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.aliases import Variables
+from tfdist.collectives.communicator import communicator_for
+from tfdist.compat import keras_internals, optimizer_search
+from tfdist.compat.tf_internals import regroup
+from tfdist.compression.base import NONE, Compressor
+from tfdist.compression.candidates import Candidates
+from tfdist.errors import ConfigError
+from tfdist.gradients.reduction import Reduction
+from tfdist.layers.table import is_own
+from tfdist.strategy import Strategy
+
+_ATTRIBUTE = "local_steps"  # of the optimizer: TensorFlow tracks it, so that backups hold its variables
+
+
+class LocalSteps(tf.Module):
+    """The weights of a worker that steps alone, and their exchange with the other workers. It assumes one device per worker.
+
+    Attributes:
+        hidden: For each weight the value that the model does not hold: the anchor while steps run, else this worker's own weight.
+        velocity: For each weight the momentum of the outer optimizer, equal on all workers; empty without momentum.
+        steps: The number of this worker's steps since the last exchange, equal on all workers.
+        all_steps: The number of this worker's steps, equal on all workers.
+        examples: The number of this worker's examples since the last exchange.
+        exchanges: The number of exchanges.
+        skipped: The number of updates and exchanges that were skipped on any worker until the last exchange, because a number was not finite.
+        reduction: The sum over the workers, through the compressor.
+    """
+
+    def __init__(
+        self,
+        optimizer: keras.optimizers.Optimizer,
+        strategy: Strategy,
+        compressor: Compressor | None,
+        own_skipped: Callable[[], tf.Variable | None],
+        variables: Variables,
+    ):
+        super().__init__(name="local_steps")
+        self._strategy = strategy
+        self._outer = strategy.outer
+        self._intervals = strategy.sync_every
+        self._steps_per_update = optimizer.gradient_accumulation_steps or 1
+        self._own_skipped = own_skipped
+        self.is_hidden_anchor = False
+        self.weights = [variable.value for variable in variables]
+        self.hidden = [self._variable(weight, weight.dtype, is_own=True) for weight in self.weights]
+        self.velocity = []
+        if self._outer.momentum:
+            self.velocity = [self._variable(tf.zeros_like(weight), weight.dtype) for weight in self.weights]
+        self.steps = self._variable(0, tf.int64)
+        self.all_steps = self._variable(0, tf.int64)
+        self.examples = self._variable(0, tf.float64, is_own=True)
+        self.exchanges = self._variable(0, tf.int64)
+        self.skipped = self._variable(0, tf.float64)
+        self.reduction = Reduction(compressor or NONE, variables)
+        self._exchange_now = tf.function(self._exchange, autograph=False)
+        strategy.statistics.add_local(self)
+
+    def _variable(self, value: Any, dtype: tf.DType, is_own: bool = False) -> tf.Variable:
+        """Creates a variable that is equal on all workers, or that differs between them. Another number of workers starts from the mean."""
+        synchronization = tf.VariableSynchronization.AUTO
+        aggregation = tf.VariableAggregation.ONLY_FIRST_REPLICA
+        if is_own:
+            synchronization = tf.VariableSynchronization.ON_READ
+            aggregation = tf.VariableAggregation.MEAN
+        with self._strategy.scope(), tf.init_scope():
+            return tf.Variable(
+                tf.cast(value, dtype), trainable=False, synchronization=synchronization, aggregation=aggregation
+            )
+
+    def show(self, anchor: bool) -> None:
+        """Makes the model hold the anchor, or this worker's own weights. Not a collective."""
+        if self.is_hidden_anchor != anchor:
+            return
+        self.is_hidden_anchor = not anchor
+        for weight, hidden in zip(map(self._local, self.weights), map(self._local, self.hidden), strict=True):
+            shown = weight.read_value()
+            weight.assign(hidden.read_value())
+            hidden.assign(shown)
+
+    def begin(self) -> None:
+        """Begins a training: this worker's weights are the model's, which may have been loaded, unless it has made steps since the last exchange."""
+        self.show(anchor=True)
+        if int(self.steps.numpy()) == 0:
+            for weight, hidden in zip(map(self._local, self.weights), map(self._local, self.hidden), strict=True):
+                hidden.assign(weight.read_value())
+
+    def end(self) -> None:
+        """Ends a training: exchanges the weights, if there were steps since the last exchange. A collective."""
+        if int(self.steps.numpy()) > 0:
+            self.show(anchor=False)
+            self._exchange_now()
+        self.show(anchor=True)
+
+    def after_step(self, examples: tf.Tensor | int) -> None:
+        """Counts a step on a number of this worker's examples, and exchanges the weights if it is time. In cross-replica context."""
+        self._local(self.steps).assign_add(1)
+        self._local(self.all_steps).assign_add(1)
+        self._local(self.examples).assign_add(tf.cast(examples, tf.float64))
+        interval = tf.constant(0, tf.int64)
+        for begin, updates in self._intervals:
+            has_begun = self._local(self.all_steps).read_value() > begin * self._steps_per_update
+            interval = tf.where(has_begun, tf.constant(updates * self._steps_per_update, tf.int64), interval)
+        is_due = self._local(self.steps).read_value() >= interval
+        communicator_for(self._strategy).cond(is_due, self._exchange, lambda: None)
+
+    def _exchange(self) -> None:
+        """Moves the anchor by the mean of the workers' moves, weighted by their examples, and continues from it. A collective."""
+        own = self._local(self.examples).read_value()
+        skipped = tf.constant(0.0, tf.float64)
+        count = self._own_skipped()
+        if count is not None:
+            skipped = tf.cast(self._local(count).read_value(), tf.float64)
+        group = communicator_for(self._strategy)
+        ((totals,),) = group.all_reduce([[tf.stack([own, skipped])]])
+        share = tf.math.divide_no_nan(own, totals[0])
+        weights = list(map(self._local, self.weights))
+        anchors = list(map(self._local, self.hidden))
+        deltas = []
+        for weight, anchor in zip(weights, anchors, strict=True):
+            delta = (anchor.read_value() - weight.read_value()) * tf.cast(share, weight.dtype)
+            deltas.append(regroup((delta,)))
+        number = self._local(self.exchanges).read_value()
+        sums, finite = self.reduction(deltas, range(len(deltas)), number)
+        moves = [self._strategy.experimental_local_results(total)[0] for total in sums]
+
+        def move() -> tf.Tensor:
+            for index, anchor in enumerate(anchors):
+                anchor.assign_sub(self._outer.learning_rate * self._with_momentum(index, moves[index]))
+            return tf.constant(True)
+
+        # If a worker's weights are not finite, all return to the anchor.
+        moved = tf.cond(finite, move, lambda: tf.constant(False))
+        with tf.control_dependencies([moved]):
+            for weight, anchor in zip(weights, anchors, strict=True):
+                weight.assign(anchor.read_value())
+        self._local(self.steps).assign(0)
+        self._local(self.examples).assign(0.0)
+        self._local(self.exchanges).assign_add(1)
+        with tf.control_dependencies([moved]):
+            failed = self._local(self.reduction.left_out).read_value()
+        self._local(self.skipped).assign(totals[1] + tf.cast(failed, tf.float64))
+
+    def _with_momentum(self, index: int, move: tf.Tensor) -> tf.Tensor:
+        """Updates the velocity of a weight; returns the direction in which the outer optimizer moves."""
+        if not self.velocity:
+            return move
+        velocity = self._local(self.velocity[index])
+        velocity.assign(self._outer.momentum * velocity + move)
+        if not self._outer.nesterov:
+            return velocity.read_value()
+        return move + self._outer.momentum * velocity
+
+    def _local(self, variable: tf.Variable) -> tf.Variable:
+        """Returns this worker's component of a variable."""
+        return self._strategy.experimental_local_results(variable)[0]
+
+
+def install(
+    optimizer: keras.optimizers.Optimizer,
+    strategy: Strategy,
+    compressor: Compressor | None,
+    own_skipped: Callable[[], tf.Variable | None],
+) -> None:
+    """Creates the `LocalSteps` of an optimizer once it is built. `own_skipped` returns the count of the updates that this worker skips."""
+    leaf = getattr(optimizer, "inner_optimizer", optimizer)
+    if isinstance(compressor, Candidates):
+        raise ConfigError(
+            "sync_every works neither with compression='auto' nor with its guard (yet): name one compressor, and leave guard out."
+        )
+
+    def create(variables: Variables) -> None:
+        if any(map(is_own, variables)):
+            raise ConfigError(
+                "sync_every needs each worker to hold all weights, and this model has a table whose rows the workers hold: give "
+                "tfdist.layers.Embedding shards=1, or leave sync_every out."
+            )
+        setattr(leaf, _ATTRIBUTE, LocalSteps(leaf, strategy, compressor, own_skipped, variables))
+
+    def build(original: Callable[..., None], variables: Variables) -> None:
+        original(variables)
+        create(variables)
+
+    if leaf.built:
+        create(keras_internals.trainable_variables(leaf))
+    leaf.build = functools.partial(build, leaf.build)
+
+
+def check(model: keras.Model) -> None:
+    """Raises ConfigError if a worker cannot train a model alone."""
+    if any(getattr(layer, "synchronized", False) for layer in keras_internals.layers(model)):
+        raise ConfigError(
+            "sync_every and BatchNormalization(synchronized=True) exclude each other: the layer would exchange moments at each step. Leave "
+            "synchronized out; moving statistics are averaged anyway."
+        )
+    for optimizer in optimizer_search.optimizers(model):
+        if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
+            raise ConfigError(
+                "sync_every and the optimizer's use_ema exclude each other (yet): each worker would average other weights. Leave one out."
+            )
+
+
+def of_optimizer(optimizer: keras.optimizers.Optimizer) -> LocalSteps | None:
+    """Returns the `LocalSteps` of an optimizer, or None."""
+    return getattr(getattr(optimizer, "inner_optimizer", optimizer), _ATTRIBUTE, None)
+
+
+def of_model(model: keras.Model) -> Iterator[LocalSteps]:
+    """Yields the `LocalSteps` of a model's optimizers."""
+    for optimizer in optimizer_search.optimizers(model):
+        found = of_optimizer(optimizer)
+        if found:
+            yield found

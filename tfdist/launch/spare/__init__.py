@@ -1,1 +1,0 @@
-"""The folder of the warm spare's program, which is first on its path. `launch/warm.py` starts it."""

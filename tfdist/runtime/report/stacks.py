@@ -1,0 +1,343 @@
+"""The stacks of this process's threads: on request by a signal or a file, and the line of the user's program that runs. No TensorFlow here.
+
+A signal's C handler writes the stacks to a file, also while the main thread waits in a C++ collective, where Python's own handlers
+do not run. `tfdist stacks` finds the file and sends the signal; a task on another host finds a request in the folder.
+"""
+
+from __future__ import annotations
+
+import faulthandler
+import json
+import os
+import pathlib
+import re
+import signal
+import socket
+import sys
+import sysconfig
+import tempfile
+import time
+from collections.abc import Sequence
+from typing import Any, BinaryIO, NamedTuple
+
+import psutil
+
+from tfdist.runtime.end import hooks, process_end
+from tfdist.runtime.files import is_trusted, open_own, open_regular, write_file
+from tfdist.runtime.report.phase import main as phases
+
+FOLDER = "TFDIST_LOGS"  # the environment variable with the folder of the tasks' logs
+SUFFIX = ".stacks"
+REQUEST = "stacks.request"  # the file by which `tfdist stacks` asks tasks of other hosts; its content changes with each request
+SIGNAL = signal.SIGUSR2
+HEADING = "tfdist: the stacks of "  # the start of the line above stacks in a log
+
+_LIBRARY = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
+_INSTALLED = ("site-packages", "dist-packages")
+_GENERATED = "autograph_generated_file"
+_INTERACTIVE = ("<stdin>", "<string>", "<ipython-input")
+_THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
+# The calling thread, unless it is the main thread.
+_CURRENT = re.compile(r"^Current thread 0x.*\n(?:  .*\n)*(?!\Z)", re.MULTILINE)
+_FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
+default_folder = ""  # used without that variable; `tfdist train` sets it to its folder of logs
+_HEADER_BYTES = 400  # padded, because the activity in it changes
+_file = -1  # the descriptor of this process's file; it stays open
+_path = pathlib.Path()  # this process's file
+_name = ""
+_answered = b""  # the last request that this process has answered
+
+
+def folder() -> str | None:
+    """Returns the folder of the tasks' logs, or None if there is none."""
+    return os.environ.get(FOLDER) or default_folder or None
+
+
+def listen(task: str) -> None:
+    """Makes this process write its stacks to `<task>.stacks` in the log folder when it gets SIGUSR2; does nothing without a folder.
+
+    A program's own handler of the signal stays; the process then only answers requests by a file. Returns without an effect if the file
+    cannot be written, or if a running process of the same task has it. `task` is the name in files, as `worker-1`.
+    """
+    global _file, _path, _name
+    _name = task.replace("-", ":", 1)
+    place = folder()
+    if place is None or _file >= 0:
+        return
+    path = pathlib.Path(place, f"{task}{SUFFIX}")
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        if _belongs_to_another(path):
+            return
+        descriptor = open_own(path, os.O_RDWR | os.O_TRUNC)
+        own = signal.getsignal(SIGNAL) != signal.SIG_DFL
+        header = {
+            "task": _name,
+            "pid": os.getpid(),
+            "host": socket.gethostname(),
+            "signal": not own,
+            "started": psutil.Process().create_time(),
+        }
+        os.write(descriptor, _header_line(header))
+        _file = descriptor
+        _path = path
+        # The file's position stays behind the header, where the stacks follow.
+        phases.readers["stacks"] = lambda activity: _write_header({**header, "activity": activity})
+        hooks.at_end(hooks.Stage.FILES, remove_file)
+        if not own:
+            faulthandler.register(SIGNAL, file=_file, all_threads=True)
+    except OSError:  # a task trains without a file of stacks, too
+        pass
+
+
+def _belongs_to_another(path: pathlib.Path) -> bool:
+    try:
+        with open_regular(path) as file:
+            known = Header.read(file)
+        return known is not None and known.is_running() and known.pid != os.getpid()
+    except (OSError, ValueError):  # there is no file, or its number is no process's
+        return False
+
+
+def _header_line(fields: dict[str, Any]) -> bytes:
+    return f"{json.dumps(fields):<{_HEADER_BYTES}}\n".encode()
+
+
+def _write_header(fields: dict[str, Any]) -> None:
+    try:
+        os.pwrite(_file, _header_line(fields), 0)
+    except OSError:  # a full disk must not end the training
+        pass
+
+
+def remove_file() -> None:
+    """Removes this process's file, if there is one, unless this process fails."""
+    if _file >= 0 and not process_end.expected_exit_code():
+        try:
+            _path.unlink()
+        except OSError:  # the user has removed it, or the disk is gone
+            pass
+
+
+def answer_request() -> None:
+    """Writes the stacks to this process's file if `tfdist stacks` asks for them by a file; call it each second."""
+    global _answered
+    if _file < 0:
+        return
+    try:
+        with open_regular(_path.parent / REQUEST) as file:
+            request = file.read(_HEADER_BYTES) if is_trusted(file) else _answered
+    except OSError:  # there is no request
+        return
+    if request != _answered:
+        _answered = request
+        faulthandler.dump_traceback(file=_file, all_threads=True)
+
+
+def ask_all() -> None:
+    """Asks all tasks that share the log folder for their stacks, by a file; does nothing without a folder."""
+    place = folder()
+    if place is None:
+        return
+    try:
+        write_file(pathlib.Path(place, REQUEST), f"{os.getpid()} {time.time()}\n".encode())
+    except OSError:  # a full disk: this task's own stacks must still be shown
+        pass
+
+
+def dump(reason: str) -> None:
+    """Writes the stacks of all threads to standard error, which is the task's log, in one piece, below a heading with the reason."""
+    try:
+        with tempfile.TemporaryFile() as file:
+            file.write(f"{HEADING}{_name or 'this process'}: {reason}\n".encode())
+            file.flush()
+            faulthandler.dump_traceback(file=file, all_threads=True)
+            file.seek(0)
+            content = file.read()
+        (sys.stderr or sys.__stdout__).flush()  # type: ignore[union-attr]
+        os.write(2, content)
+    except (OSError, ValueError, RuntimeError):  # the caller reports an error that matters more
+        pass
+
+
+class Header:
+    """The first line of a file of stacks: the process that writes to it.
+
+    Attributes:
+        task: The task's name, as `worker:1`.
+        pid: The process.
+        host: The name of its host.
+        signal: Whether it answers the signal.
+        started: The start time of the process, in seconds since the epoch.
+        activity: As in `phase.Phase`.
+    """
+
+    def __init__(self, task: str, pid: int, host: str, signal: bool, started: float, activity: str = ""):
+        self.task = str(task)
+        self.pid = int(pid)
+        self.host = str(host)
+        self.signal = bool(signal)
+        self.started = started
+        self.activity = str(activity)
+
+    @classmethod
+    def read(cls, file: BinaryIO) -> Header | None:
+        """Returns the header of a file, or None if it has none. Raises OSError if the file cannot be read."""
+        try:
+            return cls(**json.loads(file.readline(4096)))
+        except (ValueError, TypeError):
+            return None
+
+    @property
+    def is_here(self) -> bool:
+        """Returns whether the process runs, or ran, on this host."""
+        return self.host == socket.gethostname()
+
+    def is_running(self) -> bool:
+        """Returns whether the process runs on this host; another process may have its number by now."""
+        try:
+            return self.is_here and abs(psutil.Process(self.pid).create_time() - self.started) < 2
+        except psutil.Error:
+            return False
+
+    def is_ours(self, file: BinaryIO) -> bool:
+        """Returns whether the process belongs to the user who owns its file: another user could have written the number of any process."""
+        try:
+            return psutil.Process(self.pid).uids().real == os.fstat(file.fileno()).st_uid
+        except (psutil.Error, OSError):
+            return False
+
+    def is_stopped(self) -> bool:
+        """Returns whether the process is stopped, as by SIGSTOP."""
+        try:
+            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
+        except psutil.Error:
+            return False
+
+    def ask(self) -> bool:
+        """Sends the signal; returns whether it was sent. A process that does not catch the signal would end, so it gets none."""
+        if not (self.signal and self.is_running() and _catches(self.pid)):
+            return False
+        try:
+            os.kill(self.pid, SIGNAL)
+        except OSError:  # it has ended, or belongs to another user
+            return False
+        return True
+
+
+def _catches(pid: int) -> bool:
+    try:
+        with open(f"/proc/{pid}/status", encoding="ascii", errors="replace") as lines:
+            fields = dict(line.split(":", 1) for line in lines)
+    except OSError:  # it has ended, or this system has no /proc
+        return False
+    return bool(int(fields["SigCgt"], 16) >> (SIGNAL - 1) & 1)
+
+
+class Frame(NamedTuple):
+    """A frame of a stack: its file, line and function."""
+
+    file: str
+    line: int
+    function: str
+
+    def __str__(self) -> str:
+        name = self.file
+        try:
+            relative = os.path.relpath(name)
+        except (OSError, ValueError):  # the current folder has been removed
+            relative = name
+        if not relative.startswith("..") and not name.startswith("<"):
+            name = relative
+        return f"{name}:{self.line} in {self.function}"
+
+    @property
+    def is_of_package(self) -> bool:
+        """Returns whether it is code of tfdist."""
+        return self.file.startswith(process_end.PACKAGE)
+
+    @property
+    def is_installed(self) -> bool:
+        """Returns whether it is code of tfdist or of an installed library."""
+        return self.is_of_package or any(part in self.file for part in _INSTALLED)
+
+    @property
+    def is_users(self) -> bool:
+        """Returns whether it is the user's code: not tfdist, the standard library, or an installed library."""
+        if self.file.startswith("<"):
+            return self.file.startswith(_INTERACTIVE)
+        return not (self.is_installed or self.file.startswith(_LIBRARY) or _GENERATED in self.file)
+
+
+Stack = Sequence[Frame]  # from the innermost frame out
+
+
+def place(main: Stack, others: Sequence[Stack]) -> str:
+    """Returns the line where the user's program is, as `script.py:42 in load_batch`; empty if no thread is in the user's code.
+
+    Prefers a thread in the user's code to one that waits in tfdist: the main thread, then one that a library has called (a
+    data function), then another one whose innermost frame is the user's.
+    """
+    if is_in_user_code(main):
+        return _users_line(main)
+    return data_place(others) or _users_line(main)
+
+
+def data_place(stacks: Sequence[Stack]) -> str:
+    """Returns the line of the user's code that a thread other than the main one runs, such as a data function; or an empty text."""
+    own = [stack for stack in stacks if stack and stack[0].is_users]
+    return called_place(stacks) or _users_line(next(iter(own), []))
+
+
+def called_place(stacks: Sequence[Stack]) -> str:
+    """Returns the line of the user's code that a library has called in one of these threads, as TensorFlow calls a data function; or an empty text."""
+    called = [
+        stack for stack in stacks if is_in_user_code(stack) and any(frame.is_installed for frame in _around(stack))
+    ]
+    return _users_line(next(iter(called), []))
+
+
+def is_in_user_code(stack: Stack) -> bool:
+    """Returns whether a stack is in the user's code, without a frame of tfdist further in."""
+    return any(frame.is_users for frame in _innermost(stack))
+
+
+def is_in_package(stack: Stack) -> bool:
+    """Returns whether a stack is in tfdist's code, without a frame of the user further in."""
+    return any(frame.is_of_package for frame in _innermost(stack))
+
+
+def _innermost(stack: Stack) -> Stack:
+    """Returns the innermost frame of the user or of tfdist, alone; empty without one."""
+    return [frame for frame in stack if frame.is_users or frame.is_of_package][:1]
+
+
+def parse(text: str) -> list[Stack]:
+    """Returns the stacks of a text that `faulthandler` has written; the main thread's is the last."""
+    stacks: list[list[Frame]] = []
+    for line in text.splitlines():
+        if _THREAD.match(line):
+            stacks.append([])
+        elif stacks and (match := _FRAME.match(line)):
+            stacks[-1].append(Frame(match[1], int(match[2]), match[3]))
+    return list(stacks)
+
+
+def _around(stack: Stack) -> Stack:
+    first = next((number for number, frame in enumerate(stack) if frame.is_users), len(stack))
+    return stack[first + 1 :]
+
+
+def own_stacks() -> tuple[Stack, list[Stack]]:
+    """Returns the stack of this process's main thread, and those of the other threads without the calling one."""
+    with tempfile.TemporaryFile() as file:
+        faulthandler.dump_traceback(file=file, all_threads=True)
+        file.seek(0)
+        text = file.read().decode(errors="replace")
+    current = [stack for stack in parse(_CURRENT.sub("", text)) if stack]
+    *others, main = current or [[]]
+    return main, others
+
+
+def _users_line(stack: Stack) -> str:
+    return str(next((frame for frame in stack if frame.is_users), ""))

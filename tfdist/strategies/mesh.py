@@ -1,0 +1,271 @@
+"""A mesh of workers, for `keras.distribution.ModelParallel`: variables that live as pieces on the workers of a model group.
+
+Rank = data x M + model. Workers with equal pieces form a data group: their strategy, which the model and the Trainer use, counts data
+groups alone, so that batch shares, losses, dropout and sums of gradients need no further code. Workers with equal examples form a model
+group, whose communicator joins the pieces.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import keras
+import tensorflow as tf
+
+from tfdist.aliases import Structure
+from tfdist.collectives import own_time, transport_choice
+from tfdist.collectives.communicator import Communicator
+from tfdist.collectives.ranks import Ranks
+from tfdist.compat import call_stack, keras_distribution, keras_internals, laid_out, tf_internals
+from tfdist.errors import ConfigError
+from tfdist.replicas import step_context
+from tfdist.sharding.layouts import Grid, Layout
+from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
+
+# What the strategy of a data group takes over from the strategy of all workers.
+_INHERITED = (
+    *("kind", "traits", "cluster_task", "bucket_bytes", "row_updates", "weights_dtype", "gather_loss_bytes"),
+    *("transport", "transport_reason", "timeout_seconds", "unlike_processors"),
+)
+
+
+class GroupRanks(Ranks):
+    """Exchanges values among the workers of a communicator, within the scope of any strategy, too."""
+
+    def __init__(self, group: Communicator, rank: int, names: Sequence[str]):
+        self._group = group
+        self.names = names
+        self.rank = rank
+        self.size = len(names)
+
+    def _reduce(self, value: Any) -> tf.Tensor:
+        with own_time.waiting():
+            return self._group.all_reduce([[tf.convert_to_tensor(value)]])[0][0]
+
+
+@dataclasses.dataclass(frozen=True)
+class Mesh:
+    """The place of this worker in a mesh.
+
+    Attributes:
+        grid: The ranks.
+        rank: This worker's rank.
+        layout_map: Keras' map from paths of variables to layouts.
+        everyone: Exchanges values among all workers.
+        group: The communicator of this worker's model group.
+        group_ranks: Exchanges values in the model group.
+    """
+
+    grid: Grid
+    rank: int
+    layout_map: Any
+    everyone: Ranks
+    group: Communicator
+    group_ranks: Ranks
+
+    def initial_value(self, creation: dict[str, Any]) -> Callable[[], tf.Tensor]:
+        """Returns the initial value of a variable, equal in the model group, or this worker's piece of it. Lays out Keras' variable.
+
+        `creation` are the arguments of the creation of a tf.Variable.
+        """
+        holder = self._lay_out(call_stack.created_variable())
+        given = creation.get("initial_value")
+
+        def initial() -> tf.Tensor:
+            value = tf.convert_to_tensor(given() if callable(given) else given, creation.get("dtype"))
+            if value.dtype not in (tf.string, tf.bool):
+                value = self.group_ranks.broadcast(value)
+            return holder.cut(value) if holder else value
+
+        return initial
+
+    def sum_in_group(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a value over the workers of the model group. A collective."""
+        return self.group.all_reduce([[value]])[0][0]
+
+    def _lay_out(self, variable: keras.Variable | None) -> _Holder | None:
+        # Moving statistics and other variables that steps assign stay whole.
+        if variable is None or not variable.trainable or not call_stack.is_creating_keras_weight():
+            return None
+        try:
+            found = self.layout_map[variable.path]
+        except ValueError as e:
+            raise ConfigError(
+                f"The layout map has two layouts for one variable: {e} Let one expression match it."
+            ) from e
+        if found is None or not any(found.axes):
+            return None
+        layout = Layout(tuple(variable.shape), tuple(found.axes), self.grid)
+        fault = layout.fault()
+        if fault:
+            raise ConfigError(f"The layout {layout.split} of the variable {variable.path} {fault}. Change the layout.")
+        holder = _Holder(layout, self)
+        laid_out.lay_out(variable, holder)
+        return holder
+
+
+def split(world: Any, distribution: Any) -> MultiWorkerMirroredStrategy:
+    """Returns the strategy of this worker's data group, with the mesh of all workers. A collective.
+
+    Args:
+        world: The strategy of all workers, from `create_strategy`.
+        distribution: A `keras.distribution.ModelParallel`.
+    """
+    devices = distribution.device_mesh
+    grid = Grid(tuple(devices.axis_names), tuple(devices.shape), distribution.batch_dim_name)
+    _check(world, grid)
+    cluster, task = world.cluster_task
+    tasks = cluster.training_tasks()
+    rank = tasks.index(task)
+
+    def connect(members: Sequence[int]) -> MultiWorkerMirroredStrategy:
+        options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=world.timeout_seconds or None)
+        strategy = MultiWorkerMirroredStrategy(world.cluster_resolver, options, members=members)
+        names = [str(tasks[member]) for member in members]
+        addresses = [cluster.address(tasks[member]) for member in members]
+        # MPI has no group of some of its processes here.
+        wanted = "auto" if world.transport == "mpi" else world.transport
+        timeout = world.timeout_seconds or 0.0
+        choice = transport_choice.connect(strategy, names, addresses, members.index(rank), wanted, timeout)
+        strategy.communicator = choice.communicator
+        return strategy
+
+    data = connect(grid.data_group(rank))
+    for name in _INHERITED:
+        setattr(data, name, getattr(world, name))
+    members = grid.model_group(rank)
+    group: Any = connect(members).communicator
+    ranks = GroupRanks(group, members.index(rank), [str(tasks[member]) for member in members])
+    everyone = GroupRanks(world.communicator, rank, list(map(str, tasks)))
+    data.mesh = Mesh(grid, rank, keras_distribution.layout_map(distribution), everyone, group, ranks)
+    return data
+
+
+def _check(world: Any, grid: Grid) -> None:
+    """Raises ConfigError unless the workers of a strategy are those of a mesh."""
+    workers = world.num_workers
+    if world.cluster_task is None or workers != grid.ranks or world.num_replicas_in_sync != workers:
+        raise ConfigError(
+            f"The DeviceMesh {grid.sizes} of keras.distribution.ModelParallel has {grid.ranks} devices, and there must be one for each worker, "
+            f"with one device each. Received: {workers} workers with {world.num_replicas_in_sync} devices."
+        )
+    if "GPU" in world.extended.worker_devices[0]:
+        raise ConfigError(
+            "keras.distribution.ModelParallel is not possible on GPUs of several workers (yet): use CPUs."
+        )
+    if world.shard_optimizer:
+        raise ConfigError(
+            "keras.distribution.ModelParallel is not possible with shard_optimizer=True (yet): the optimizer's state is split as its variables "
+            "are. Remove shard_optimizer."
+        )
+    if world.sync_every:
+        raise ConfigError(
+            "keras.distribution.ModelParallel is not possible with sync_every (yet): workers that train alone exchange no pieces. Remove "
+            "sync_every."
+        )
+    if world.batch_shares:
+        raise ConfigError(
+            "keras.distribution.ModelParallel is not possible with batch_shares='by_speed' (yet): workers with pieces of one model read the same "
+            "examples. Remove batch_shares."
+        )
+    if world.audit_every:
+        raise ConfigError(
+            "keras.distribution.ModelParallel is not possible with audit_every (yet), which compares workers that hold all weights. Remove "
+            "audit_every."
+        )
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class _Holder:
+    """Reads and writes the values of one variable (`laid_out.Holder`)."""
+
+    layout: Layout
+    mesh: Mesh
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        """The shape of the whole value."""
+        return self.layout.shape
+
+    @property
+    def copies(self) -> int:
+        """The number of workers of a model group that hold the same piece."""
+        pieces = math.prod(self.layout.shape) // math.prod(self.layout.piece_shape)
+        return self.mesh.group.size // pieces
+
+    @property
+    def stored_at(self) -> tuple[int, ...] | None:
+        """The begin of the piece in the whole value, on the first worker that holds it; None on the others."""
+        if not self.layout.is_first(self.mesh.rank):
+            return None
+        return tuple(part.start for part in self.layout.slices(self.mesh.rank))
+
+    @property
+    def axis(self) -> int | None:
+        """The dimension that is split in one part for each worker of a model group, if no other one is split; else None."""
+        split = [axis for axis, name in enumerate(self.layout.split) if name is not None]
+        return split[0] if len(split) == 1 and self.copies == 1 else None
+
+    def cut(self, whole: tf.Tensor) -> tf.Tensor:
+        """Returns this worker's piece of a whole value."""
+        return whole[self.layout.slices(self.mesh.rank)]
+
+    def join(self, piece: tf.Tensor) -> tf.Tensor:
+        """Returns the whole value from the pieces of the model group. A collective."""
+        return self._joined(piece, lane=0)
+
+    def _joined(self, piece: tf.Tensor, lane: int) -> tf.Tensor:
+        sizes, index, order = self.layout.joining()
+        flat = self.mesh.group.gather_parts(tf.reshape(piece, [-1]), lane)
+        parts = tf.reshape(flat, [*sizes, *self.layout.piece_shape])[index]
+        return tf.reshape(tf.transpose(parts, order), self.shape)
+
+    def read(self, variable: tf.Variable) -> tf.Tensor:
+        """Returns the whole value of the variable with the piece. A collective, at the first read in a step."""
+        if keras_internals.in_symbolic_scope():
+            return tf.zeros(self.shape, variable.dtype)
+        step = step_context.current()
+        if step is None:
+            return self._whole(variable, {})
+        if step.is_compiled:
+            raise ConfigError(
+                "A model whose variables keras.distribution.ModelParallel splits cannot be compiled by XLA, which has no collectives: compile it with "
+                "jit_compile=False."
+            )
+        if step.is_applying:
+            # An update changes the values before a constraint reads them. All workers take the same branches of it.
+            return self._whole(variable, {})
+        gathered = step.gathered
+        if step.graph is None:
+            return self._whole(variable, gathered if tf.executing_eagerly() else {})
+        if not tf_internals.is_within(step.graph):
+            raise ConfigError(
+                f"A layer reads a variable of shape {self.shape} within a tf.function, where workers cannot wait for each other. Remove the "
+                "tf.function from the layer, or leave the variable out of the LayoutMap of keras.distribution.ModelParallel."
+            )
+        # Exchanges have an order, which workers need, within one graph only. So loops and branches take values from the step's graph.
+        with step.graph.as_default():
+            return self._whole(variable, gathered)
+
+    def write(self, variable: tf.Variable, whole: tf.Tensor) -> None:
+        """Assigns this worker's piece of a whole value."""
+        variable.assign(self.cut(tf.cast(whole, variable.dtype)))
+        step = step_context.current()
+        if step is not None:
+            step.gathered.pop(self, None)
+
+    def _whole(self, variable: tf.Variable, gathered: dict[Any, tf.Tensor]) -> tf.Tensor:
+        piece = tf.convert_to_tensor(variable)
+        if self not in gathered:
+            # In lane 0, the first exchange of a step waits until all workers of the group have begun the step.
+            gathered[self] = self._joined(tf.stop_gradient(piece), lane=1 if gathered else 0)
+
+        # All workers of the group compute the same gradient of the whole value, of which each takes its part: no communication.
+        @tf.custom_gradient
+        def joined(piece: tf.Tensor) -> Structure:
+            return gathered[self], lambda upstream: self.cut(tf.convert_to_tensor(upstream))
+
+        return joined(piece)
