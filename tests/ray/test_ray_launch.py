@@ -12,7 +12,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import psutil
@@ -25,17 +25,88 @@ from tests.multiprocess import harness
 ray = pytest.importorskip("ray")
 
 
-@pytest.fixture(scope="module")
-def cluster() -> Iterator[Any]:
-    # For the nodes, whose tasks inherit them.
-    os.environ |= {"RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(harness.ROOT)}
-    from ray.cluster_utils import Cluster
+# Ray lives in processes of its own: its threads outlast `ray.shutdown` and the cluster, and may end the process minutes later.
+NODES = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
+nodes = [cluster.add_node(num_cpus=1) for _ in range(2)]
+print(cluster.address, flush=True)
+for line in sys.stdin:
+    if line == "remove\\n":
+        cluster.remove_node(nodes.pop())
+    else:
+        nodes.append(cluster.add_node(num_cpus=1))
+    print("done", flush=True)
+cluster.shutdown()
+"""
 
-    cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 2, "include_dashboard": False})
-    for _ in range(2):
-        cluster.add_node(num_cpus=1)
-    yield cluster
-    cluster.shutdown()
+
+class RayCluster:
+    """A cluster of three nodes, in a child process.
+
+    Attributes:
+        address: The address of its first node.
+    """
+
+    def __init__(self, process: subprocess.Popen[str]):
+        self._process = process
+        self.address = self._answer()
+
+    def remove_node(self) -> None:
+        self._ask("remove")
+
+    def add_node(self) -> None:
+        self._ask("add")
+
+    def _ask(self, what: str) -> None:
+        print(what, file=self._process.stdin, flush=True)
+        assert self._answer() == "done"
+
+    def _answer(self) -> str:
+        line = self._process.stdout.readline()
+        assert line, f"the cluster's process ended with exit code {self._process.wait(60)}"
+        return line.rstrip("\n")
+
+
+@pytest.fixture(scope="module")
+def cluster() -> Iterator[RayCluster]:
+    # Also for the nodes, whose tasks inherit them.
+    environ = {**os.environ, "RAY_USAGE_STATS_ENABLED": "0", "PYTHONPATH": str(harness.ROOT)}
+    process = subprocess.Popen(
+        [sys.executable, "-c", NODES], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+    )
+    with process:
+        try:
+            yield RayCluster(process)
+            process.communicate(timeout=60)
+        finally:
+            process.kill()
+
+
+CALL_CHILD = """
+import sys
+from ray import cloudpickle
+with open(sys.argv[1], "rb") as file:
+    function = cloudpickle.load(file)
+try:
+    result = function(), None
+except BaseException as error:
+    result = None, error
+with open(sys.argv[1], "wb") as file:
+    cloudpickle.dump(result, file)
+"""
+
+
+def in_child(folder: pathlib.Path, function: Callable[[], Any]) -> Any:
+    """Returns the value of a function that runs in a child process, or raises its exception."""
+    (folder / "call").write_bytes(ray.cloudpickle.dumps(function))
+    environ = {**os.environ, "PYTHONPATH": str(harness.ROOT)}
+    subprocess.run([sys.executable, "-c", CALL_CHILD, "call"], cwd=folder, env=environ, check=True, timeout=250)
+    value, error = ray.cloudpickle.loads((folder / "call").read_bytes())
+    if error is not None:
+        raise error
+    return value
 
 
 class RayJob(Job):
@@ -51,7 +122,7 @@ class RayJob(Job):
 
 
 @pytest.fixture
-def job(tmp_path: pathlib.Path, cluster: Any) -> Iterator[RayJob]:
+def job(tmp_path: pathlib.Path, cluster: RayCluster) -> Iterator[RayJob]:
     job = RayJob(tmp_path, cluster.address)
     yield job
     for pid in job.alive():
@@ -180,12 +251,12 @@ while not (workers == 4 and pathlib.Path("back").exists()):
 def test_a_job_continues_without_a_lost_node_and_grows_when_it_is_back(job, cluster):
     process = job.start(GROWS, job.flag, "--workers=2:4", "--warm=0")
     until(lambda: job.output().count("] 4 workers") == 4)
-    cluster.remove_node(cluster.worker_nodes.copy().pop())
+    cluster.remove_node()
     lost = time.monotonic()
     until(lambda: job.output().count("] 2 workers") == 2)
     print(f"steps again {time.monotonic() - lost:.1f} s after the loss of a node")
     (job.folder / "back").touch()
-    cluster.add_node(num_cpus=1)
+    cluster.add_node()
     assert process.wait(timeout=120) == 0, job.output()
     assert "continuing with 2 of 4 workers from step" in job.output()
     assert "starting again with 4 workers instead of 2" in job.output()
@@ -212,12 +283,12 @@ def test_a_training_that_loses_a_node_ends_with_the_same_bits(job, cluster, monk
     process = job.start(command, job.flag, "--workers=2:4")
     backup = job.folder / "backup-multi_worker_mirrored"
     until(lambda: [*backup.glob("*/manifest*")] or process.poll() is not None)
-    cluster.remove_node(cluster.worker_nodes.copy().pop())
+    cluster.remove_node()
     lost = time.monotonic()
     until(lambda: "continuing with 2 of 4 workers from step" in job.output() or process.poll() is not None)
     until(lambda: job.output().count("gradients travel") == 2 or process.poll() is not None)
     print(f"a start {time.monotonic() - lost:.1f} s after the loss of a node")
-    cluster.add_node(num_cpus=1)
+    cluster.add_node()
     assert process.wait(timeout=240) == 0, job.output()
     assert "starting again with 4 workers instead of 2" in job.output()
     subprocess.run([sys.executable, *arguments("mirrored", "4")], cwd=harness.ROOT, check=True, timeout=200)
@@ -226,11 +297,13 @@ def test_a_training_that_loses_a_node_ends_with_the_same_bits(job, cluster, monk
 
 
 @pytest.fixture
-def run(job, cluster, monkeypatch):
-    """Returns `tfdist.ray.run` on the cluster, in the job's folder."""
-    monkeypatch.chdir(job.folder)
-    yield functools.partial(tfdist.ray.run, address=cluster.address)
-    ray.shutdown()
+def run(job, cluster):
+    """Returns `tfdist.ray.run` on the cluster, in a child process and in the job's folder."""
+
+    def call(*arguments, **options):
+        return in_child(job.folder, functools.partial(tfdist.ray.run, *arguments, address=cluster.address, **options))
+
+    return call
 
 
 @pytest.mark.parametrize("workers", [2, pytest.param((1, 2), marks=pytest.mark.full)])
@@ -249,15 +322,20 @@ def test_the_value_of_a_function_on_worker_0_is_returned(run, workers, capfd):
     assert "[worker:0] here is worker-0" in output and "[worker:1] here is worker-1" in output
 
 
-def test_an_exception_of_a_function_is_raised_with_its_traceback(run):
+def test_an_exception_of_a_function_is_raised_with_its_traceback(job, cluster):
+    address = cluster.address
+
     def train():
         if os.environ["TFDIST_TASK"] == "worker-1":
             raise ValueError("no such luck")
         signal.pause()
 
-    # From another thread than the main one, where Python has no handlers of signals.
-    with concurrent.futures.ThreadPoolExecutor() as pool:
-        error = pool.submit(run, train, 2, warm=False).exception()
+    def call():
+        # From another thread than the main one, where Python has no handlers of signals.
+        with concurrent.futures.ThreadPoolExecutor() as pool:
+            return pool.submit(tfdist.ray.run, train, 2, address=address, warm=False).exception()
+
+    error = in_child(job.folder, call)
     assert isinstance(error, tfdist.ClusterError)
     assert str(error).startswith("worker:1 failed with exit code 1: ValueError: no such luck. Read its output in logs/")
     (note,) = error.__notes__
@@ -327,14 +405,19 @@ def test_a_function_that_is_called_again_continues_from_its_backup(run, job, cap
 
 
 @pytest.mark.full
-def test_a_ray_task_may_run_a_training(run, cluster):
-    from examples import ray_tune
+def test_a_ray_task_may_run_a_training(job, cluster):
+    address = cluster.address
 
-    # A trial of Ray Tune is such a task; tests/end_to_end/test_examples.py runs the example with Tune.
-    @ray.remote(num_cpus=0.1)
-    def trial(rate):
-        return tfdist.ray.run(functools.partial(ray_tune.train, rate), workers=2, cpus_per_worker=0.4)
+    def call():
+        from examples import ray_tune
 
-    ray.init(cluster.address)
-    losses = ray.get([trial.remote(rate) for rate in (0.001, 0.3)], timeout=240)
+        # A trial of Ray Tune is such a task; tests/end_to_end/test_examples.py runs the example with Tune.
+        @ray.remote(num_cpus=0.1)
+        def trial(rate):
+            return tfdist.ray.run(functools.partial(ray_tune.train, rate), workers=2, cpus_per_worker=0.4)
+
+        ray.init(address)
+        return ray.get([trial.remote(rate) for rate in (0.001, 0.3)], timeout=240)
+
+    losses = in_child(job.folder, call)
     assert losses[1] < 0.1 < losses[0]
