@@ -274,7 +274,9 @@ def spare_of(launcher):
 def test_restarts_fork_until_the_spare_is_killed(job, keras):
     code = f"""{LIFE}
 if life == "1" and TASK["index"]:
-    psutil.Process(os.getppid()).parent().kill()  # the parent waits for the task, and is the spare's child
+    spare = psutil.Process(os.getppid()).parent()  # the parent waits for the task, and is the spare's child
+    assert "launch/spare.py" in " ".join(spare.cmdline()), "the task was not forked"
+    spare.kill()
 if life != "2":
     time.sleep(0.2)
     os.kill(os.getpid(), signal.SIGKILL)

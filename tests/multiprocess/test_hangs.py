@@ -96,7 +96,9 @@ def test_a_healthy_job_is_warned_about_and_lives(tmp_path, monkeypatch, transpor
     assert ("section", "worker:0", "worker:1, which is in the section 'upload' in sleep") in found
     assert ("writing", "worker:0", callback) in found
     assert ("validation", "worker:0", "worker:1, which waits for its data in sleep") in found
-    assert not [each for each in found if each[0] in ("batch", "execution")], "nobody waits for another task"
+    # On a busy machine one worker may trace its first step a second longer than the other, and is waited for.
+    waits = [each for each in found if each[0] in ("batch", "execution") and "in its first step" not in each[2]]
+    assert not waits, "nobody waits for another task"
 
 
 def by_mpi(how, limit):
