@@ -39,8 +39,7 @@ def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code: 0, 2 for an invalid command line, 1 if no backup is whole."""
     print_always()
     tensorflow_log.set_level()
-    values = flags.FlagValues()
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    values = command_line.new_flags()
     flags.DEFINE_bool("json", False, "Print JSON, for `show`.", flag_values=values)
     flags.DEFINE_integer(
         "step",

@@ -105,8 +105,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    values = command_line.new_flags()
     style = "How `show` prints: a table, JSON, or variables for a file (env) or for `eval` (shell)."
     flags.DEFINE_enum("format", "table", FORMATS, style, flag_values=values)
     # Other strategies train in any cluster, or without a cluster.

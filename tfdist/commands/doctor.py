@@ -44,8 +44,7 @@ CHECKS: dict[str, tuple[Check, float]] = {
 def main(argv: Sequence[str]) -> int:
     """Runs the command. Returns the exit code: 0 if a run can start, 1 if a problem would stop it, 2 for an invalid command line."""
     print_always()
-    values = flags.FlagValues()
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    values = command_line.new_flags()
     flags.DEFINE_bool("json", False, "Print JSON.", flag_values=values)
     flags.DEFINE_bool("devices", True, "Check the devices; this loads TensorFlow.", flag_values=values)
     try:

@@ -74,7 +74,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
+    values = command_line.new_flags()
     values.set_gnu_getopt(False)  # flags after the command belong to the command
     at_least = {"flag_values": values, "lower_bound": 0}
     flags.DEFINE_string(
@@ -129,7 +129,6 @@ def _flags() -> flags.FlagValues:
         "The task that reads the standard input of this command, as worker:0: for breakpoint() and input(), which fail in other tasks.",
         flag_values=values,
     )
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
 

@@ -24,9 +24,8 @@ from tfdist.runtime.end import process_end
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code: 0, or 2 for an invalid command line."""
-    values = flags.FlagValues()
+    values = command_line.new_flags()
     flags.DEFINE_string("dir", ".", "The folder in which to create the package.", flag_values=values)
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     try:
         words = command_line.read_flags(values, argv)[1:]
         if values.help:

@@ -20,8 +20,7 @@ from tfdist.runtime.end import process_end
 
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code: 0, or 2 for an invalid command line."""
-    values = flags.FlagValues()
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    values = command_line.new_flags()
     try:
         words = command_line.read_flags(values, argv)[1:]
         if words:

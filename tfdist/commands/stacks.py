@@ -80,8 +80,7 @@ class Task:
 def main(argv: Sequence[str]) -> int:
     """Runs the command; returns the exit code: 0, 1 if no task runs, 2 for an invalid command line."""
     print_always()
-    values = flags.FlagValues()
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    values = command_line.new_flags()
     flags.DEFINE_bool("brief", False, "Show no stacks.", flag_values=values)
     flags.DEFINE_integer(
         "serve",

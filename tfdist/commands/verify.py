@@ -68,7 +68,7 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _flags() -> flags.FlagValues:
-    values = flags.FlagValues()
+    values = command_line.new_flags()
     values.set_gnu_getopt(False)  # flags after the command belong to the command
     counts = {"flag_values": values, "lower_bound": 0, "upper_bound": _MOST}
     flags.DEFINE_integer(
@@ -96,7 +96,6 @@ def _flags() -> flags.FlagValues:
     )
     flags.DEFINE_string("config", "", "A configuration of tfdist train, in place of a command.", flag_values=values)
     flags.DEFINE_string("out", ".", "The folder of verify.json and verify.md.", flag_values=values)
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     return values
 
 

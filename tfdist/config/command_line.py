@@ -13,6 +13,13 @@ from tfdist.errors import ConfigError, unknown_name_message
 from tfdist.runtime.files import read_file
 
 
+def new_flags() -> flags.FlagValues:
+    """Returns the flags of a command, to which it adds its own: `--help`, or `-h`."""
+    values = flags.FlagValues()
+    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
+    return values
+
+
 def undefok_error() -> ConfigError:
     """Returns the error for absl's `--undefok`."""
     return ConfigError("--undefok is not supported, as it hides misspelled flags: remove it, and the unknown flags.")

@@ -67,7 +67,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
         ConfigError: `--config` is missing, or cannot be loaded.
     """
     faults: list[str] = []
-    values = flags.FlagValues()
+    values = command_line.new_flags()
     flags.DEFINE_string(
         "workdir",
         None,
@@ -76,7 +76,6 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     )
     overwrite = "Train again in the work directory of a finished run, whose results are replaced at the end."
     flags.DEFINE_bool("overwrite", False, overwrite, flag_values=values)
-    flags.DEFINE_bool("help", False, "Show this help.", short_name="h", flag_values=values)
     for name, text in cluster.FLAGS.items():
         flags.DEFINE_string(name, None, f"{text} Short for --config.cluster.{name}.", flag_values=values)
     if any(_split_flag(argument)[0] in ("help", "h") for argument in argv[1:]):

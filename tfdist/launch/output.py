@@ -73,11 +73,6 @@ class LauncherOutput:
         self._warnings: dict[bytes, tuple[bytes, int]] = {}
         self._repeated: dict[TaskProcess, bytes] = {}  # tasks whose last line was a repeated warning
 
-    @property
-    def is_written(self) -> bool:
-        """True if no line waits for the reader."""
-        return not self._waiting and self._writer.is_idle
-
     def start_table(self, tasks: Sequence[TaskSpec], servers: Collection[TaskSpec], folder: str) -> None:
         """Shows a table of the tasks below their lines, in a terminal that allows it. Arguments as for `LiveTable`."""
         if self._has_table:
