@@ -91,6 +91,7 @@ SEAMS = [
     ("step function", keras.Model.make_test_function, keras_internals.KERAS_MAKE_FUNCTION),
     ("prediction", model_methods.keras_own("make_predict_function"), "self.predict_function is not None and not force"),
     ("prediction", model_methods.keras_own("predict_on_batch"), "self.predict_function([(x,)])"),
+    ("loading", model_methods.keras_own("compile_from_config"), "and self.built:", "self.optimizer.build("),
     ("logs of an epoch", model_methods.keras_own("fit"), "self._get_metrics_result_or_logs(logs)"),
     ("logs of an epoch", model_methods.keras_own("evaluate"), "self._get_metrics_result_or_logs(logs)"),
     ("logs of an epoch", keras.Model._get_metrics_result_or_logs, "self.get_metrics_result()"),

@@ -1,5 +1,6 @@
 """Runs a program of this folder in one process or as a real local cluster, and collects what each rank returns."""
 
+import dataclasses
 import io
 import json
 import os
@@ -28,7 +29,7 @@ HOSTS = "HOSTS_OF_TEST"  # a name for each rank, between commas: ranks of one na
 
 
 def run(
-    module: str, strategy: str, out: pathlib.Path, *args: str, size: int = 2, transport: str = ""
+    module: str, strategy: str, out: pathlib.Path, *args: str, size: int = 2, transport: str = "", restarts: int = 0
 ) -> list[dict[str, Any]]:
     """Runs `tests.multiprocess.<module>` and returns each rank's results.
 
@@ -39,14 +40,17 @@ def run(
         *args: More arguments for the program.
         size: The cluster's workers.
         transport: What `transport` returns in the program.
+        restarts: How many times the cluster restarts after a failure.
     """
     command = fork_server.command(f"tests.multiprocess.{module}", strategy, str(out), *args)
     is_cluster = strategy.startswith("multi_worker")
-    run_command(command, out, size if is_cluster else 0, {TRANSPORT: transport} if transport else {})
+    run_command(command, out, size if is_cluster else 0, {TRANSPORT: transport} if transport else {}, restarts)
     return [load(out, rank) for rank in range(size if is_cluster else 1)]
 
 
-def run_command(command: list[str], out: pathlib.Path, workers: int, environ: Mapping[str, str] = {}) -> None:
+def run_command(
+    command: list[str], out: pathlib.Path, workers: int, environ: Mapping[str, str] = {}, restarts: int = 0
+) -> None:
     """Runs a command in one process, or as the workers of a cluster, whose logs are in the folder; it must succeed."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT), "TF_CPP_MIN_LOG_LEVEL": "2", **environ}
     environ.pop("TF_CONFIG", None)
@@ -56,6 +60,7 @@ def run_command(command: list[str], out: pathlib.Path, workers: int, environ: Ma
         return
     shown = io.BytesIO()
     options = Options(["timeout", str(TIMEOUT), *command], local_cluster(workers), out / "logs", environ)
+    options = dataclasses.replace(options, max_restarts=restarts, fresh_ports=True)
     code = Launcher(options, output=shown).run()
     assert code == 0, shown.getvalue().decode()
 

@@ -1,10 +1,12 @@
 """Trains a model whose variables live as pieces, with backups. Arguments: strategy, output folder, the mesh, a case of
-`model_parallel_program`, a folder of backups, and the rank that receives SIGTERM, or nothing. `stock` is Keras without backups.
+`model_parallel_program`, a folder of backups, and a signal and the rank that receives it, as `SIGTERM-1`, or nothing. `stock` is Keras
+without backups.
 
 Stores the weights and slots, and the steps that were trained.
 """
 
 import os
+import pathlib
 import signal
 
 from tests.multiprocess import harness, model_parallel_program
@@ -18,20 +20,23 @@ import numpy as np  # isort: skip
 if strategy == "one_device":
     model_parallel_program.trainer = tfdist.Trainer(strategy)
 trainer = model_parallel_program.trainer
-case, folder, terminated = chosen
-STOP = 7
+case, folder, interruption = chosen
+sent, _, receiver = interruption.partition("-")
+FREQUENCY, STOP = 3, 7
+mark = pathlib.Path(out, "sent")
 
 
 class Count(keras.callbacks.Callback):
-    """Counts steps, and sends SIGTERM to this process after some."""
+    """Counts steps, and sends the signal to this process after some, once."""
 
     only_observes = True
     steps = 0
 
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
-        if self.steps == STOP and terminated and trainer.task.index == int(terminated):
-            os.kill(os.getpid(), signal.SIGTERM)
+        if self.steps == STOP and sent and trainer.task.index == int(receiver) and not mark.exists():
+            mark.touch()
+            os.kill(os.getpid(), signal.Signals[sent])
 
 
 def train():
@@ -39,7 +44,8 @@ def train():
     steps = Count()
     callbacks = [steps]
     if trainer:
-        callbacks.append(tfdist.BackupAndRestore(folder, delete_checkpoint=False))
+        frequency = FREQUENCY if sent == "SIGKILL" else "epoch"
+        callbacks.append(tfdist.BackupAndRestore(folder, save_freq=frequency, delete_checkpoint=False))
     code = 0
     try:
         model.fit(data, TARGETS, batch_size=ROWS, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)

@@ -6,6 +6,7 @@ In one process, it stores what stock Keras computes on one device.
 
 import gc
 import os
+import pathlib
 import sys
 import time
 
@@ -42,6 +43,8 @@ if is_cluster:
         r".*rows_of_two/kernel": ("model", None, None),
     }.items():
         layout_map[pattern] = layout
+    layout_map["no_layer/kernel"] = (None, "model")
+    layout_map[".*dense[^/]*/out.+"] = (None, "model")  # the outputs of layers
     distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
     policy = "skip" if any(case.endswith("-nan") for case in chosen) else "ignore"
     trainer = tfdist.Trainer(strategy, distribution=distribution, nan_policy=policy, **harness.transport())
@@ -357,6 +360,22 @@ def continued(path):
     }
 
 
+def loaded(path):
+    """Trains a model from a file on, with the optimizer of the file."""
+    with scope():
+        model = keras.saving.load_model(path)
+    slots = [np.array(v) for v in model.optimizer.variables]
+    case = pathlib.Path(path).stem
+    model.fit(ZOO[case.partition("-")[0]][1], TARGETS, batch_size=ROWS, verbose=0, shuffle=False)
+    held = [*model.trainable_variables, *model.optimizer.variables]
+    return {
+        "elements": sum(int(np.prod(v._value.shape)) for v in held),
+        "loaded": slots,
+        "weights": model.get_weights(),
+        "slots": [np.array(v) for v in model.optimizer.variables],
+    }
+
+
 def exported(case):
     model, data = build(case)
     path = os.path.join(out, f"{case}.export")
@@ -369,6 +388,8 @@ def result_of(case):
     kind, _, rest = case.partition("=")
     if kind == "continued":
         return continued(rest)
+    if kind == "loaded":
+        return loaded(rest)
     if kind == "exported":
         return exported(rest)
     if kind == "live":

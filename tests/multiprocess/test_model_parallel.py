@@ -156,6 +156,26 @@ def test_saved_weights_continue_in_another_mesh(runs, mesh, saved_by):
         assert (rank["elements"] < stock["elements"]) == (mesh != "2x1")
 
 
+LOADED = [
+    ("1x2", "dense-adamw"),
+    *((mesh, case) for mesh in ("1x2", "2x2") for case in ("dense-global_clipnorm", "dense-averages", "transformer")),
+    *((mesh, "dense-accumulation") for mesh in ("2x1", "2x2")),
+]
+
+
+@pytest.mark.parametrize(("mesh", "case"), tiers.cases(LOADED, 1))
+def test_a_loaded_model_continues_with_its_optimizer(runs, mesh, case):
+    _, out = run(runs, "1x2", case)
+    path = out / f"{case}.keras"
+    (stock,), _ = run(runs, "1x1", f"loaded={path}", "stock", alone=True)
+    ranks, _ = run(runs, mesh, f"loaded={path}", alone=True)
+    for rank in ranks:
+        assert harness.difference(rank["loaded"], stock["loaded"]) == 0
+        for kind in ("weights", "slots"):
+            assert harness.difference(rank[kind], stock[kind]) < (1e-5 if case in SPLIT else 1e-6)
+        assert (rank["elements"] < stock["elements"]) == (mesh != "2x1")
+
+
 @pytest.mark.parametrize("case", tiers.cases(["dense", "embedding", "nested", "attention", "tied"], 1))
 def test_an_exported_model_has_whole_variables(runs, case):
     ranks, _ = run(runs, "1x2", f"exported={case}", alone=True)
@@ -183,6 +203,8 @@ def test_each_worker_holds_pieces_and_says_so(runs):
     assert re.search(
         r"weights and optimizer state: [\d.]+ MB on each of 2 workers instead of [\d.]+ \(1 x 2 mesh\)", log
     )
+    assert log.count("'no_layer/kernel' match no variable so far") == 1
+    assert "out.+" not in log
 
 
 @pytest.mark.full

@@ -13,17 +13,18 @@ PROGRAM = "model_parallel_backup_program"
 STEPS = 40
 
 
-def train(runs, mesh, case, folder="", terminated="", strategy=WORKERS):
-    size = {"1x1": 1, "1x2": 2, "2x1": 2, "2x2": 4}[mesh]
-    ranks, _ = runs(strategy, PROGRAM, mesh, case, str(folder), terminated, size=size)
+SIZES = {"1x1": 1, "1x2": 2, "2x1": 2, "2x2": 4}
+
+
+def train(runs, mesh, case, folder="", interruption="", strategy=WORKERS):
+    ranks, _ = runs(strategy, PROGRAM, mesh, case, str(folder), interruption, size=SIZES[mesh])
     return ranks
 
 
 def interrupted(runs, mesh, case, tmp_path):
     """Returns the backups of a training that ends after SIGTERM on its last rank, and the number of its steps."""
     folder = tmp_path / "interrupted"
-    size = 2 if mesh == "1x2" else 4
-    ranks = train(runs, mesh, case, folder, str(size - 1))
+    ranks = train(runs, mesh, case, folder, f"SIGTERM-{SIZES[mesh] - 1}")
     assert {rank["code"] for rank in ranks} == {PREEMPTED}
     (steps,) = {rank["steps"] for rank in ranks}
     assert steps < STEPS
@@ -38,10 +39,28 @@ def test_a_training_resumes_to_the_bit(runs, tmp_path, mesh, case):
     whole = train(runs, mesh, case, tmp_path / "whole")
     folder, steps = interrupted(runs, mesh, case, tmp_path)
     resumed = train(runs, mesh, case, folder)
+    check_equal(resumed, whole, {STEPS - steps})
+
+
+def check_equal(resumed, whole, steps):
+    """Compares what a resumed training has come to, after one of `steps`, with an undisturbed one."""
     for rank, undisturbed in zip(resumed, whole, strict=True):
-        assert rank["steps"] == STEPS - steps
+        assert rank["steps"] in steps
         assert harness.difference(rank["weights"], undisturbed["weights"]) == 0
         assert harness.difference(rank["slots"], undisturbed["slots"]) == 0
+
+
+@pytest.mark.full
+@pytest.mark.parametrize(("mesh", "killed"), [("1x2", 1), ("2x2", 0), ("2x2", 3)])
+def test_a_training_with_a_killed_worker_ends_with_the_same_bits(runs, tmp_path, mesh, killed):
+    case = "batch_norm-adamw"
+    whole = train(runs, mesh, case, tmp_path / "whole")
+    folder, out = tmp_path / "backups", tmp_path / "out"
+    out.mkdir()
+    arguments = mesh, case, str(folder), f"SIGKILL-{killed}"
+    resumed = harness.run(PROGRAM, WORKERS, out, *arguments, size=SIZES[mesh], restarts=1)
+    assert (out / "sent").exists()
+    check_equal(resumed, whole, {STEPS - 3, STEPS - 6})  # the newest complete backup
 
 
 def test_a_training_continues_in_another_mesh_and_on_one_device(runs, tmp_path):

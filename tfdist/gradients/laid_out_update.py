@@ -43,6 +43,7 @@ def update_pieces(optimizer: keras.optimizers.Optimizer, strategy: Strategy) -> 
         laid_out.lay_out_slots(slots, variables)
         clip.copies = {id(each.piece): each.holder.copies for each in variables if laid_out.is_laid_out(each)}
         if strategy.mesh.rank == 0:
+            strategy.mesh.warn_of_unmatched(variables[0].path)
             own, whole = _bytes([*variables, *optimizer.variables])
             shape = " x ".join(map(str, strategy.mesh.grid.sizes))
             logger.info(

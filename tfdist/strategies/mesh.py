@@ -22,6 +22,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.compat import call_stack, keras_distribution, keras_internals, laid_out, tf_internals
 from tfdist.errors import ConfigError
 from tfdist.replicas import step_context
+from tfdist.runtime.log import logger
 from tfdist.sharding.layouts import Grid, Layout
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 
@@ -57,6 +58,8 @@ class Mesh:
         everyone: Exchanges values among all workers.
         group: The communicator of this worker's model group.
         group_ranks: Exchanges values in the model group.
+        paths: The paths of all variables that were created.
+        notified: The keys of the layout map that were reported.
     """
 
     grid: Grid
@@ -65,6 +68,8 @@ class Mesh:
     everyone: Ranks
     group: Communicator
     group_ranks: Ranks
+    paths: set[str] = dataclasses.field(default_factory=set)
+    notified: set[str] = dataclasses.field(default_factory=set)
 
     def initial_value(self, creation: dict[str, Any]) -> Callable[[], tf.Tensor]:
         """Returns the initial value of a variable, equal in the model group, or this worker's piece of it. Lays out Keras' variable.
@@ -86,7 +91,26 @@ class Mesh:
         """Returns the sum of a value over the workers of the model group. A collective."""
         return self.group.all_reduce([[value]])[0][0]
 
+    def warn_of_unmatched(self, example: str) -> None:
+        """Warns once of the keys of the layout map that match no variable so far; `example` is the path of a variable."""
+        # Keys of the outputs of layers match no variable, and users need not remove them.
+        known = {*self.paths, *(f"{path.rpartition('/')[0]}/output" for path in self.paths)}
+        unmatched = []
+        for key, layout in self.layout_map.items():
+            alone = keras.distribution.LayoutMap(self.layout_map.device_mesh)
+            alone[key] = layout
+            if not key.endswith("output") and not any(alone[path] for path in known):
+                unmatched.append(key)
+        if not self.notified.issuperset(unmatched):
+            self.notified.update(unmatched)
+            logger.warning(
+                f"The layout map's keys {', '.join(map(repr, unmatched))} match no variable so far, so that their layouts have no effect. Write keys "
+                f"that match whole paths, such as {example!r}, with '.*' for the parts that differ."
+            )
+
     def _lay_out(self, variable: keras.Variable | None) -> _Holder | None:
+        if variable is not None:
+            self.paths.add(variable.path)
         # Moving statistics and other variables that steps assign stay whole.
         if variable is None or not variable.trainable or not call_stack.is_creating_keras_weight():
             return None

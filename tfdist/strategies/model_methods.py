@@ -47,6 +47,7 @@ def install(strategy: KerasStrategy) -> None:
     _newest = weakref.ref(strategy)
     makers: dict[str, Callable[[Method], Method]] = {name: functools.partial(_trained, name) for name in _TRAINING}
     makers["make_predict_function"] = _predicting
+    makers["compile_from_config"] = _loaded
     makers |= {name: functools.partial(_saved, make) for name, make in _SAVING.items()}
     for name, make in makers.items():
         if name not in _ours:
@@ -115,6 +116,27 @@ def _predicting(keras_own: Method) -> Method:
         if model.predict_function is None or force:
             model.predict_function = make()
         return model.predict_function
+
+    return method
+
+
+def _loaded(keras_own: Method) -> Method:
+    """Returns a `compile_from_config` that builds the optimizer of a file on the pieces of variables, with a mesh of workers."""
+
+    @functools.wraps(keras_own)
+    def method(model: keras.Model, config: dict[str, Any]) -> None:
+        strategy = model.distribute_strategy
+        if not isinstance(strategy, KerasStrategy) or strategy.mesh is None or not model.built:
+            return keras_own(model, config)
+        model.built = False  # or Keras builds the optimizer, on whole values
+        try:
+            keras_own(model, config)
+        finally:
+            model.built = True
+        if model.compiled and strategy.engine is not None:
+            strategy.engine.attach(model)
+            model.optimizer.build(model.trainable_variables)
+        return None
 
     return method
 
