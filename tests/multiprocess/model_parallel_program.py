@@ -61,6 +61,8 @@ IMAGES = rng.standard_normal((ROWS * STEPS, 6, 6, 2)).astype(np.float32)
 SERIES = rng.standard_normal((ROWS * STEPS, 5, 8)).astype(np.float32)
 WORDS = rng.integers(0, 12, (ROWS * STEPS, 5))
 TARGETS = rng.standard_normal((ROWS * STEPS, 4)).astype(np.float32)
+CLASSES = rng.integers(0, 64, (ROWS * STEPS, 5))
+WEIGHTS = rng.uniform(0.5, 1.5, (ROWS * STEPS, 5)).astype(np.float32)
 
 
 @keras.saving.register_keras_serializable()
@@ -181,6 +183,18 @@ def scores():
     return keras.Model(inputs, layers.Dense(4)(layers.Concatenate()([layers.Flatten()(x), layers.Flatten()(scores)])))
 
 
+def classes():
+    """Returns a model with the logits of 64 classes for each word that a mask selects."""
+    inputs = keras.Input((5,), dtype="int32")
+    x = layers.Embedding(12, 8, name="rows", mask_zero=True)(inputs)
+    x = layers.LayerNormalization()(x + layers.MultiHeadAttention(2, 4)(x, x, use_causal_mask=True))
+    return keras.Model(inputs, layers.Dense(64, name="up")(x))
+
+
+def class_of_numbers():
+    return keras.Sequential([keras.Input((8,)), layers.Dense(64, name="up")])
+
+
 def branches():
     inputs = keras.Input((8,))
     return keras.Model(inputs, layers.Average()([layers.Dense(4, name=f"dense_{n}")(inputs) for n in range(30)]))
@@ -213,6 +227,13 @@ ZOO = {
     "regularized": (lambda: stack((8,), layers.Dense(12, kernel_regularizer="l2")), NUMBERS),
     "bfloat16": (lambda: stack((8,), layers.Dense(12, activation="tanh", dtype="mixed_bfloat16")), NUMBERS),
     "moments_alone": (lambda: stack((8,), layers.Dense(8), layers.BatchNormalization()), NUMBERS),
+    "logits": (classes, WORDS),
+    "logits_ignored": (classes, WORDS),
+    "logits_smoothed": (class_of_numbers, NUMBERS),
+    "probabilities": (
+        lambda: keras.Sequential([keras.Input((8,)), layers.Dense(64, "softmax", name="up")]),
+        NUMBERS,
+    ),
     "pair": (lambda: stack((8,), up(activation="gelu"), down()), NUMBERS),
     "pair_dropout": (lambda: stack((8,), up(activation="gelu"), layers.Dropout(0.5), down()), NUMBERS),
     "deferred": (lambda: keras.Sequential([up(activation="relu"), down(4)]), NUMBERS),
@@ -229,6 +250,27 @@ ZOO = {
     "transformer_grouped": (lambda: transformer(attend=lambda: layers.GroupQueryAttention(4, 4, 2)), WORDS),
     "scores": (scores, SERIES),
     "large": (lambda: stack((8,), layers.Dense(256), layers.Dense(256)), NUMBERS),
+}
+# The loss, metrics, labels and weights of some models; others are regressions.
+LOSSES = {
+    "logits": (
+        lambda: keras.losses.SparseCategoricalCrossentropy(from_logits=True),
+        lambda: ["accuracy"],
+        *(CLASSES, WEIGHTS),
+    ),
+    "logits_ignored": (
+        lambda: keras.losses.SparseCategoricalCrossentropy(
+            from_logits=True, ignore_class=3, reduction="mean_with_sample_weight"
+        ),
+        lambda: [keras.metrics.SparseTopKCategoricalAccuracy(3)],
+        *(CLASSES % 8, WEIGHTS),
+    ),
+    "logits_smoothed": (
+        lambda: keras.losses.CategoricalCrossentropy(from_logits=True, label_smoothing=0.1, reduction="sum"),
+        list,
+        *(np.eye(64, dtype=np.float32)[CLASSES[:, 0]], WEIGHTS[:, 0] / ROWS),
+    ),
+    "probabilities": (lambda: "sparse_categorical_crossentropy", list, CLASSES[:, :1], None),
 }
 OPTIMIZERS = {
     "sgd": lambda: optimizers.SGD(0.05, 0.9),
@@ -266,7 +308,8 @@ def build(case):
             model.layers[0].kernel.constraint = keras.constraints.MaxNorm(0.8, axis=1)
         steps = 5 if optimizer == "late" else 1
         updates = OPTIMIZERS[optimizer or "sgd"]()
-        model.compile(updates, "mse", metrics=["mae"], jit_compile=False, steps_per_execution=steps)
+        loss, metrics, *_ = LOSSES.get(layer, (lambda: "mse", lambda: ["mae"]))
+        model.compile(updates, loss(), weighted_metrics=metrics(), jit_compile=False, steps_per_execution=steps)
     return model, data
 
 
@@ -287,42 +330,45 @@ def delay_pieces(group):
 
 
 def record_exchanges(group):
-    """Returns a list to which each exchange of a trace appends its kind; `weight` for the gather of a variable."""
-    kinds = []
+    """Returns lists to which each exchange of a trace appends its kind, `weight` for the gather of a variable, and its last dimension."""
+    kinds, widths = [], []
 
     def recorded(method, kind):
         def call(*args):
             kinds.append(kind)
+            widths.append(tf.nest.flatten(args[0])[0].shape[-1])
             return method(*args)
 
         return call
 
     for name, kind in (("gather_parts", "weight"), ("gather", "parts"), ("add", "sum")):
         setattr(group, name, recorded(getattr(group, name), kind))
-    return kinds
+    return kinds, widths
 
 
 def train(case):
     model, data = build(case)
-    exchanges = record_exchanges(trainer.strategy.mesh.group) if trainer else []
+    exchanges, widths = record_exchanges(trainer.strategy.mesh.group) if trainer else ([], [])
     epochs = 1
     if case.endswith("late"):
         epochs = 10
         if trainer:
             delay_pieces(trainer.strategy.mesh.group)
-    targets = TARGETS
+    _, _, targets, weights = LOSSES.get(case, (None, None, TARGETS, None))
     if case.endswith("nan"):
         bad = slice(5 * ROWS, 6 * ROWS)
         targets = TARGETS.copy()
         targets[bad, 3] = np.nan  # only the last column's gradient is not finite: that of one worker's piece
         if trainer is None:
             data, targets = np.delete(data, bad, 0), np.delete(targets, bad, 0)
-    history = model.fit(data, targets, batch_size=ROWS, epochs=epochs, verbose=0, shuffle=False)
+    options = {"sample_weight": weights, "verbose": 0}
+    history = model.fit(data, targets, batch_size=ROWS, epochs=epochs, shuffle=False, **options)
     result = {
         "exchanges": list(exchanges),
+        "widths": list(widths),
         "losses": history.history,
         "weights": model.get_weights(),
-        "evaluated": model.evaluate(data, targets, verbose=0),
+        "evaluated": model.evaluate(data, targets, **options),
     }
     if trainer:
         local = trainer.strategy.experimental_local_results

@@ -45,6 +45,7 @@ LAST = [
 SPLIT = {
     "pair": ["sum", *LAST],
     "transformer": None,
+    "logits": None,
     "deferred": ["sum"],
     "pair_dropout": ["sum", *LAST],
     "row": ["sum", *LAST],
@@ -58,6 +59,9 @@ SPLIT = {
     "transformer_dropout": None,
     "transformer_grouped": None,
     "scores": None,
+    "logits_ignored": None,
+    "logits_smoothed": ["parts"],  # of two numbers for each label
+    "probabilities": ["parts"],  # of the outputs
 }
 ERRORS = {
     "two": "The layout map has two layouts for one variable",
@@ -117,7 +121,7 @@ def test_pieces_train_as_one_process(runs, mesh, case):
 PARTS = [(mesh, case) for mesh in ("1x2", "2x2") for case in SPLIT if mesh == "1x2" or "dropout" not in case]
 
 
-@pytest.mark.parametrize(("mesh", "case"), tiers.cases(PARTS, 3))
+@pytest.mark.parametrize(("mesh", "case"), tiers.cases(PARTS, 4))
 def test_workers_compute_parts_of_layers(runs, mesh, case):
     (stock,), _ = run(runs, "1x1", case, "stock")
     ranks, _ = run(runs, mesh, case)
@@ -125,6 +129,18 @@ def test_workers_compute_parts_of_layers(runs, mesh, case):
         for kind in ("losses", "weights", "evaluated"):
             assert harness.difference(rank[kind], stock[kind]) < 1e-5, kind
         assert SPLIT[case] in (None, rank["exchanges"])
+
+
+@pytest.mark.parametrize(
+    ("case", "gathers"),
+    tiers.cases([("logits", 0), ("logits_smoothed", 0), ("logits_ignored", 1), ("probabilities", 1)], 1),
+)
+def test_logits_are_gathered_for_other_losses_and_metrics_alone(runs, case, gathers):
+    ranks, _ = run(runs, "1x2", case)
+    part = 64 // 2
+    for rank in ranks:
+        exchanges = list(zip(rank["exchanges"], rank["widths"], strict=True))
+        assert exchanges.count(("parts", part)) == gathers
 
 
 @pytest.mark.parametrize("case", tiers.cases([case for case in SPLIT if case.startswith("transformer")], 1))

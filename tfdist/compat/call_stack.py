@@ -18,6 +18,8 @@ from tfdist.runtime.report.stacks import Frame
 KERAS_APPLY = "_distributed_tf_update_step"
 # The function that creates a Keras variable's tf.Variable, whose module moved in Keras 3.16.
 KERAS_CREATE = (keras.Variable._initialize.__module__, "_initialize")
+# The modules between the call of a layer and its method `call`.
+_CALLS = (keras.Layer.__module__, keras.Operation.__module__, keras.Layer.__call__.__globals__["__name__"])
 # The modules of variables, and the packages of optimizers and of Keras' own steps and compiled losses.
 _VARIABLES = (KERAS_CREATE[0], keras.Variable.assign.__module__)
 _OPTIMIZERS = keras.optimizers.SGD.__module__.rpartition(".")[0]
@@ -27,6 +29,15 @@ _STEPS = tuple(method.__module__.rpartition(".")[0] for method in (keras.Model.t
 def called_from_keras_step() -> bool:
     """Returns whether the caller is in one of the modules of Keras' own steps and compiled losses."""
     return bool(sys._getframe(2).f_globals["__name__"].startswith(_STEPS))
+
+
+def is_called_by_keras_step(model: keras.Model) -> bool:
+    """Returns whether the caller is the `call` of a model, and Keras' own `train_step` or `test_step` of the model calls it."""
+    frame: Any = sys._getframe(2).f_back
+    while frame is not None and _module(frame) in _CALLS:
+        frame = frame.f_back
+    codes = [step.__code__ for step in (keras.Model.train_step, keras.Model.test_step)]
+    return frame is not None and frame.f_code in codes and frame.f_locals["self"] is model
 
 
 def is_assigned_by_users() -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,6 +22,8 @@ KERAS_ADDED_LOSS = "_aggregate_additional_loss"
 KERAS_COMPILED_LOSS = "_compile_loss"
 KERAS_LOSS_TRACKER = "_loss_tracker"
 KERAS_LOSSES = "_flat_losses"
+KERAS_GIVEN_LOSS = "_user_loss"
+KERAS_LOSS_ARGUMENTS = "_fn_kwargs"
 KERAS_CALL_LOSS = "_call_loss"  # since Keras 3.16
 KERAS_MASK = "_keras_mask"
 
@@ -45,6 +47,18 @@ def replace_added_loss(model: keras.Model, new: Method) -> None:
 def compiled_loss(model: keras.Model) -> keras.losses.Loss:
     """Returns Keras' container of the losses that a model is compiled with, or None."""
     return getattr(model, KERAS_COMPILED_LOSS, None)
+
+
+def only_loss(model: keras.Model) -> Any:
+    """Returns the loss, a name, function or object, that a model is compiled with; None if there are none or several."""
+    given = keras.tree.flatten(getattr(compiled_loss(model), KERAS_GIVEN_LOSS, None))
+    return given[0] if len(given) == 1 else None
+
+
+def arguments(loss: keras.losses.Loss) -> Mapping[str, Any]:
+    """Returns the arguments that a loss of Keras passes to its function."""
+    found: Mapping[str, Any] = getattr(loss, KERAS_LOSS_ARGUMENTS)
+    return found
 
 
 def losses(compiled: keras.losses.Loss) -> list[Structure]:

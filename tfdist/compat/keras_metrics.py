@@ -12,6 +12,7 @@ from tfdist.aliases import Function
 KERAS_FUNCTION = "_fn"
 KERAS_FUNCTION_ARGUMENTS = "_fn_kwargs"
 KERAS_COMPILED_METRICS = "_compile_metrics"
+KERAS_GIVEN_METRICS = ("_user_metrics", "_user_weighted_metrics")
 
 
 def function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Function, Mapping[str, Any]]:
@@ -22,6 +23,12 @@ def function(metric: keras.metrics.MeanMetricWrapper) -> tuple[Function, Mapping
 def compiled_metrics(model: keras.Model) -> keras.metrics.Metric:
     """Returns Keras' container of the metrics that a model is compiled with, or None."""
     return getattr(model, KERAS_COMPILED_METRICS, None)
+
+
+def compiled(container: keras.metrics.Metric) -> list[Any]:
+    """Returns the metrics as they were given to `compile`: names, functions and objects."""
+    given = [getattr(container, name) for name in KERAS_GIVEN_METRICS]
+    return [each for each in keras.tree.flatten(given) if each is not None]
 
 
 def metrics(model: keras.Model) -> list[keras.metrics.Metric]:

@@ -50,7 +50,7 @@ class GroupExchanges:
 
         @tf.custom_gradient
         def whole(part: tf.Tensor) -> Structure:
-            return self._join(part, axis), lambda upstream: self._cut(upstream, axis)
+            return self._join(part, axis), lambda upstream: self.cut(upstream, axis)
 
         return whole(part)
 
@@ -59,11 +59,28 @@ class GroupExchanges:
 
         @tf.custom_gradient
         def part(whole: tf.Tensor) -> Structure:
-            return self._cut(whole, axis), lambda upstream: self._join(upstream, axis)
+            return self.cut(whole, axis), lambda upstream: self._join(upstream, axis)
 
         return part(whole)
 
-    def _cut(self, whole: tf.Tensor, axis: int) -> tf.Tensor:
+    def rows(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the values of all workers, `[workers, ...]`, without a gradient."""
+        number, lane = _turn()
+        (rows,) = self._group.gather([value[tf.newaxis]], number, lane)
+        return tf.ensure_shape(rows, [self.size, *value.shape])
+
+    def own(self, ids: tf.Tensor, count: int) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns which ids are among the `count` ids of this worker, and their positions there: 0 for another worker's id, -1 for no one's.
+
+        As on one device, a lookup at -1 fails.
+        """
+        local = ids - self.rank * count
+        is_own = (local >= 0) & (local < count)
+        is_known = (ids >= 0) & (ids < count * self.size)
+        return is_own, tf.where(is_own, local, tf.where(is_known, 0, -1))
+
+    def cut(self, whole: tf.Tensor, axis: int) -> tf.Tensor:
+        """Returns this worker's part, along an axis, of a value that all workers have."""
         return tf.split(whole, self.size, axis)[self.rank]
 
     def _add(self, value: Structure) -> tf.Tensor:
@@ -76,9 +93,7 @@ class GroupExchanges:
         return tf.cast(tf.ensure_shape(total, value.shape), value.dtype)
 
     def _join(self, part: tf.Tensor, axis: int) -> tf.Tensor:
-        number, lane = _turn()
-        (rows,) = self._group.gather([part[tf.newaxis]], number, lane)
-        return tf.concat(tf.unstack(rows, self.size), axis)
+        return tf.concat(tf.unstack(self.rows(part), self.size), axis)
 
 
 def _turn() -> tuple[Any, int]:

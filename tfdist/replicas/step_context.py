@@ -37,6 +37,7 @@ class StepContext:
         is_applying: Whether tfdist's `apply`, which reduces the gradients first, is running.
         gathered: The values of laid-out variables that the step has read, by what gathered them (`strategies/mesh.py`). An update ends them.
         exchanges_activations: Whether the workers of a model group have exchanged activations in the step (`layers/group_exchanges.py`).
+        split_logits: The output of which this worker of a model group has a part, and the group's exchanges (`step/split_logits.py`).
         graph: The graph of the step's trace, in which collectives are allowed; None if the step runs eagerly.
     """
 
@@ -55,6 +56,7 @@ class StepContext:
     is_applying: bool = False
     gathered: dict[Any, tf.Tensor] = dataclasses.field(default_factory=dict)
     exchanges_activations: bool = False
+    split_logits: tuple[tf.Tensor, Any] | None = None
     graph: tf.Graph | None = dataclasses.field(
         default_factory=lambda: None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     )

@@ -18,7 +18,7 @@ from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
 from tfdist.replicas import step_context
 from tfdist.replicas.step_context import StepContext
-from tfdist.step import metrics, whole_batch
+from tfdist.step import metrics, split_logits, whole_batch
 from tfdist.step.compared_examples import compares_examples
 from tfdist.step.graph_copies import depends_on, trace_apart
 from tfdist.step.totals import divide_by_share, is_total, sum_dtype, total
@@ -113,15 +113,16 @@ class _CompiledLoss:
     def __call__(self, y_true: Structure, y_pred: Structure, sample_weight: Structure = None) -> Structure:
         if y_true is None:
             raise ConfigError(unsupported.NO_LABELS)
+        loss = split_logits.loss_of(self.loss, y_pred)
         step = step_context.current()
         if step is None or step.is_alone:
-            return self.loss(y_true, y_pred, sample_weight)
+            return loss(y_true, y_pred, sample_weight)
         self._kind = self._kind or self._find_kind(y_true, y_pred)
         if self._kind in ("whole", "compared"):
             return self._of_whole_batch(step, y_true, y_pred, sample_weight)
         if self._kind == "total":
             return self.loss(y_true, y_pred, sample_weight)
-        value, mask = keras_losses.loss_and_mask(self.loss, y_true, y_pred, sample_weight)
+        value, mask = keras_losses.loss_and_mask(loss, y_true, y_pred, sample_weight)
         if value.shape.rank:
             return value
         share = step.part()

@@ -22,7 +22,7 @@ from tfdist.compat import keras_internals, laid_out
 from tfdist.layers.group_exchanges import GroupExchanges
 from tfdist.replicas import step_context
 from tfdist.runtime.log import logger
-from tfdist.step import row_lookups
+from tfdist.step import row_lookups, split_logits
 
 _ELEMENTWISE = {
     getattr(keras.activations, name)
@@ -61,6 +61,7 @@ def split_layers(model: keras.Model) -> None:
     mesh = model.distribute_strategy.mesh
     if mesh is not None and mesh.group.processes > 1:
         _Splitting(GroupExchanges(mesh.group, mesh.group_ranks.rank)).install(model)
+        split_logits.give_logits_to_metrics(model)
 
 
 class _Splitting:
@@ -88,12 +89,19 @@ class _Splitting:
 
     def _run(self, model: keras.Model, call: Function, *args: Any, **kwargs: Any) -> Structure:
         """Runs a functional or sequential model, in whose graph activations stay parts between pairs of layers."""
-        axes = _pairs(model) if _is_in_step() else {}
+        is_in_step = _is_in_step()
+        takes_parts = is_in_step and split_logits.takes_parts(model, self._group.size)
+        axes, has_split_logits = _pairs(model, takes_parts) if is_in_step else ({}, False)
         for layer in model.layers:
             if axes and type(layer) is keras.layers.Dense:
                 layer.input_spec = keras.layers.InputSpec(min_ndim=2)  # its inputs may be parts
         with _within(_Region(axes)):
-            return call(*args, **kwargs)
+            outputs = call(*args, **kwargs)
+        step = step_context.current()
+        if has_split_logits and step is not None:
+            (logits,) = tf.nest.flatten(outputs)
+            step.split_logits = logits, self._group
+        return outputs
 
     def _project(self, layer: Any, call: Function, inputs: tf.Tensor, **kwargs: Any) -> tf.Tensor:
         """Returns the outputs of a Dense or EinsumDense layer, or in a region this worker's part of them."""
@@ -154,12 +162,8 @@ class _Splitting:
         piece = keras_internals.raw_value(table)
         if table.holder.axis == 1:
             return tf.cast(self._group.whole(tf.gather(piece, ids), -1), layer.compute_dtype)
-        count = layer.input_dim // self._group.size
-        local = ids - self._group.rank * count
-        is_own = (local >= 0) & (local < count)
-        # As on one device, the lookup fails for an id that is in no part of the table.
-        is_known = (ids >= 0) & (ids < layer.input_dim)
-        rows = tf.gather(piece, tf.where(is_own, local, tf.where(is_known, 0, -1)))
+        is_own, position = self._group.own(ids, layer.input_dim // self._group.size)
+        rows = tf.gather(piece, position)
         rows = tf.where(is_own[..., tf.newaxis], rows, tf.zeros_like(rows))
         return tf.cast(self._group.total(rows), layer.compute_dtype)
 
@@ -254,10 +258,10 @@ def _has_split_heads(layer: Any, query: tf.Tensor, arguments: dict[str, Any]) ->
     return len(query.shape) == 3 and not arguments.get("return_attention_scores")
 
 
-def _pairs(model: keras.Model) -> dict[int, int]:
-    """Returns the layers in a model's graph whose outputs can stay parts: the axis of the parts by the layer's id.
+def _pairs(model: keras.Model, takes_parts: bool) -> tuple[dict[int, int], bool]:
+    """Returns the layers in a model's graph whose outputs can stay parts, and whether the model's output stays one, which `takes_parts` allows.
 
-    They are layers by columns, and elementwise ones after them, if all that read their outputs are such elementwise layers or layers by rows.
+    The layers are a dictionary of the axis of the parts by the layer's id. They are layers by columns, and elementwise ones after them, if all that read their outputs are such elementwise layers or layers by rows.
     """
     calls = keras_internals.graph_calls(model)
     producers = {id(tensor): id(layer) for layer, _, outputs in calls for tensor in outputs}
@@ -274,7 +278,8 @@ def _pairs(model: keras.Model) -> dict[int, int]:
             axis = input_axes(inputs).pop()
             if axis is not None:
                 axes[id(layer)] = axis
-    must_be_whole = {producers[id(tensor)] for tensor in model.outputs}
+    last = [producers[id(tensor)] for tensor in model.outputs]
+    must_be_whole = {layer for layer in last if not takes_parts or axes.get(layer) != -1}
     # A layer whose outputs must be whole may make further layers whole.
     while True:
         for layer, inputs, _ in calls:
@@ -285,7 +290,7 @@ def _pairs(model: keras.Model) -> dict[int, int]:
                     must_be_whole.add(id(layer))
         must_be_whole &= axes.keys()
         if not must_be_whole:
-            return axes
+            return axes, last[0] in axes
         for each in must_be_whole:
             del axes[each]
 
