@@ -113,8 +113,7 @@ def _categorical(
     """Returns what `keras.losses.categorical_crossentropy` returns for the whole logits."""
     labels = labels * (1 - label_smoothing) + label_smoothing / labels.shape[-1]
     own = group.cut(labels, -1)
-    target = tf.reduce_sum(tf.math.multiply_no_nan(part, own), -1)  # a logit may be -inf where the label is 0
-    return _crossentropy(group, part, target, lambda: own, tf.reduce_sum(labels, -1))
+    return _crossentropy(group, part, tf.reduce_sum(part * own, -1), lambda: own, tf.reduce_sum(labels, -1))
 
 
 def _crossentropy(
