@@ -108,7 +108,8 @@ def test_after_sigterm_the_exit_code_says_whether_a_backup_is_whole(reused, serv
     server.restart(0)
     server.share = 0.0
     server.only = (500, b"")
-    backup = tfdist.BackupAndRestore(URL, save_freq=2, delete_checkpoint=False)
+    # This process goes on, and the end of the grace would end it.
+    backup = tfdist.BackupAndRestore(URL, save_freq=2, delete_checkpoint=False, grace_seconds=36_000)
     try:
         if saved:
             with pytest.raises(SystemExit, match="75"):
