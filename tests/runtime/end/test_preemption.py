@@ -54,6 +54,14 @@ def test_a_training_that_does_not_end_within_the_grace_is_given_up(capfd):
     assert "no backup was completed within 0.45 s: steps after the last backup are lost" in capfd.readouterr().err
 
 
+def test_a_process_that_still_runs_after_its_training_says_why_it_ends(capfd):
+    program = "while not heard.requested: time.sleep(0.01)\nheard.training = False\ntime.sleep(60)"
+    assert run(program, grace=0.5, training=True) == 75
+    assert (
+        "this process received SIGTERM 0.45 s ago, its training has ended, and it still runs" in capfd.readouterr().err
+    )
+
+
 def test_it_is_heard_while_the_main_thread_is_not_in_python():
     # Interrupted, `sleep` of C returns at once, and is called again without a look at Python's handlers.
     assert run("import ctypes; libc = ctypes.CDLL(None)\nlibc.usleep(900000); libc.pause(); time.sleep(60)") == 75

@@ -177,14 +177,20 @@ class Preemption:
         _after(_SHARE * self.grace_seconds, self._end_unsaved)
 
     def _end_unsaved(self) -> None:
-        if self.training:
-            _briefly(self._tell_unsaved)
+        _briefly(self._tell_unsaved if self.training else self._tell_late)
         self._end()
 
     def _tell_unsaved(self) -> None:
         logger.error(
             f"received SIGTERM, and no backup was completed within {_SHARE * self.grace_seconds:g} s: steps after the last backup are "
             f"lost{advice()}"
+        )
+
+    def _tell_late(self) -> None:
+        # Without this line, a process that has caught the training's SystemExit would vanish in silence.
+        logger.error(
+            f"this process received SIGTERM {_SHARE * self.grace_seconds:g} s ago, its training has ended, and it still runs: ending it. If its "
+            f"work takes longer, raise BackupAndRestore(grace_seconds={self.grace_seconds:g})."
         )
 
     def _end(self) -> None:
