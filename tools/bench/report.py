@@ -24,6 +24,7 @@ BENCHES = (
     "startup",
     "inputs",
     "tables",
+    "mesh",
     "ray_jobs",
 )
 FOLDER = pathlib.Path(__file__).parent
