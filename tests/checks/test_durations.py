@@ -15,7 +15,8 @@ from tests.helpers.order import DURATIONS
 ROOT = pathlib.Path(__file__).parents[2]
 TESTS = ROOT / "tests"
 TENS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
-NUMBERS = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine", *TENS)
+ONES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
+NUMBERS = (*ONES, *TENS, "twenty", *(f"twenty-{one}" for one in ONES))
 PROCESSES = 5  # of `make test` on two cores, by which the table is measured
 
 
@@ -48,7 +49,7 @@ def test_the_table_knows_the_tests_of_the_first_tier(durations):
 
 @pytest.mark.parametrize("page", ["README.md", "CONTRIBUTING.md"])
 def test_the_minutes_of_a_page_are_those_of_the_table(durations, page):
-    """All processes busy to the end would need the least; the last ones run alone."""
-    (word,) = re.findall(r"(\w+) minutes on two cores", (ROOT / page).read_text())
+    """All processes busy to the end would need the least; those that compute wait for the cores, and the last ones run alone."""
+    (word,) = re.findall(r"([\w-]+) minutes on two cores", (ROOT / page).read_text())
     least = sum(seconds or 0 for seconds in durations.values()) / PROCESSES / 60
-    assert least <= NUMBERS.index(word) + 1 <= 1.6 * least, f"the table says {least:.1f} minutes at least"
+    assert least <= NUMBERS.index(word) + 1 <= 2 * least, f"the table says {least:.1f} minutes at least"

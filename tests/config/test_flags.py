@@ -392,7 +392,7 @@ def test_the_fields_and_flags_are_these(capsys):
     assert [f"config.{field}" for field in FIELDS.split()] == PATHS
     parse("--help")
     found = re.findall(r"^  (?:-h,)?--(?:\[no\])?(\w+):", capsys.readouterr().out, re.MULTILINE)
-    assert found == ["config", "help", "hostfile", "hosts", "overwrite", "ps_hosts", "task", "workdir", "flagfile"]
+    assert found == ["help", "config", "hostfile", "hosts", "overwrite", "ps_hosts", "task", "workdir", "flagfile"]
 
 
 names = st.one_of(

@@ -35,7 +35,7 @@ class StepContext:
             two optimizers, or apply gradients of an unscaled loss.
         deferred: If a list, the optimizer's `apply` appends (gradients, variables) to it and changes nothing; None means that it applies.
         is_applying: Whether tfdist's `apply`, which reduces the gradients first, is running.
-        gathered: The values of laid-out variables that the step has read, by what gathered them (`strategies/mesh.py`). An update ends them.
+        gathered: The values of laid-out variables that the step has read, by their holders (`strategies/mesh.py`). An update ends them.
         exchanges_activations: Whether the workers of a model group have exchanged activations in the step (`layers/group_exchanges.py`).
         split_logits: The output of which this worker of a model group has a part, and the group's exchanges (`step/split_logits.py`).
         graph: The graph of the step's trace, in which collectives are allowed; None if the step runs eagerly.

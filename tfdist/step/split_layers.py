@@ -141,7 +141,7 @@ class _Splitting:
         return self._group.part(value, axis)
 
     def _drop(self, layer: Any, call: Function, inputs: tf.Tensor, training: Any = False) -> tf.Tensor:
-        """Returns the part of what Dropout makes of whole inputs: each worker draws the whole mask, which one process would draw."""
+        """Returns a part of Dropout's outputs for whole inputs: each worker draws the whole mask, as one process does."""
         axis = (_region.get() or _Region()).axes.get(id(layer))
         if axis is None or not training:
             return call(inputs, training=training)

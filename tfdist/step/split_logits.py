@@ -86,7 +86,7 @@ def _largest(group: GroupExchanges, part: tf.Tensor) -> tf.Tensor:
 def _sparse(
     group: GroupExchanges, labels: tf.Tensor, part: tf.Tensor, ignore_class: int | None = None, **_: Any
 ) -> Any:
-    """Returns what `keras.losses.sparse_categorical_crossentropy` returns for the whole logits."""
+    """Returns the values of `keras.losses.sparse_categorical_crossentropy` for the whole logits."""
     labels = tf.cast(labels, tf.int32)
     if labels.shape.rank == part.shape.rank:
         labels = tf.squeeze(labels, -1)
@@ -110,7 +110,7 @@ def _sparse(
 def _categorical(
     group: GroupExchanges, labels: tf.Tensor, part: tf.Tensor, label_smoothing: float = 0, **_: Any
 ) -> Any:
-    """Returns what `keras.losses.categorical_crossentropy` returns for the whole logits."""
+    """Returns the values of `keras.losses.categorical_crossentropy` for the whole logits."""
     labels = labels * (1 - label_smoothing) + label_smoothing / labels.shape[-1]
     own = group.cut(labels, -1)
     return _crossentropy(group, part, tf.reduce_sum(part * own, -1), lambda: own, tf.reduce_sum(labels, -1))
