@@ -51,6 +51,33 @@ def test_small_messages_are_limited_too():
         assert 0.5 * 100e6 < fastest(0.5 * 100e6, *lab.hosts, 200_000) < 1.2 * 100e6
 
 
+def test_a_message_takes_as_long_as_the_delay():
+    answer = "import socket; c = socket.create_server(('', 5000)).accept()[0]; [c.sendall(c.recv(1)) for _ in range(5)]"
+    ask = """
+import socket, sys, time
+while True:
+    try:
+        connection = socket.create_connection((sys.argv[1], 5000))
+        break
+    except ConnectionRefusedError:
+        time.sleep(0.01)
+for _ in range(5):
+    began = time.monotonic()
+    connection.sendall(b"?")
+    connection.recv(1)
+    print(time.monotonic() - began)
+"""
+    with netlab.Lab(2, "1gbit", delay=15.0) as lab:
+        first, second = lab.hosts
+        with subprocess.Popen(second.on(sys.executable, "-c", answer)) as process:
+            asked = subprocess.run(
+                first.on(sys.executable, "-c", ask, second.address), check=True, capture_output=True, timeout=60
+            )
+        assert process.returncode == 0
+    # Other work makes answers later; nothing may make them earlier.
+    assert 0.03 <= min(map(float, asked.stdout.split())) < 0.06
+
+
 def interfaces():
     return {line.partition(":")[0].strip() for line in pathlib.Path("/proc/net/dev").read_text().splitlines()[2:]}
 
@@ -189,10 +216,13 @@ def test_who_may_not_is_told(monkeypatch):
         pass
 
 
-@pytest.mark.parametrize(("hosts", "rate", "said"), [(0, "", "hosts must be"), (2, "100", "rate must be")])
-def test_bad_arguments_are_refused(hosts, rate, said):
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [((0, ""), "hosts must be"), ((2, "100"), "rate must be"), ((2, "1gbit", -1.0), "delay must be")],
+)
+def test_bad_arguments_are_refused(arguments, said):
     with pytest.raises(ValueError, match=said):
-        netlab.Lab(hosts, rate)
+        netlab.Lab(*arguments)
 
 
 def test_a_namespace_that_is_not_there_is_named():

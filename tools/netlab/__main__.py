@@ -23,10 +23,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--hosts", type=int, default=2)
     parser.add_argument("--rate", default="", help="of each link, as 100mbit or 1gbit; empty means unlimited")
+    parser.add_argument("--delay", type=float, default=0.0, help="milliseconds from one host to another")
     parser.add_argument("command", nargs="+")
     args = parser.parse_args()
     try:
-        with Lab(args.hosts, args.rate) as lab:
+        with Lab(args.hosts, args.rate, args.delay) as lab:
             return run(lab, args.command)
     except (ValueError, RuntimeError) as e:
         print(f"netlab: {e}", file=sys.stderr)

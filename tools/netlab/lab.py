@@ -10,9 +10,11 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import os
+import pathlib
 import re
 import shutil
 import subprocess
+import sys
 import time
 from collections.abc import Collection, Sequence
 
@@ -21,6 +23,7 @@ _RATE = re.compile(r"([1-9][0-9]*)(kbit|mbit|gbit)")
 _BITS = {"kbit": 1e3, "mbit": 1e6, "gbit": 1e9}
 _DEVICE = "eth0"
 _CLOSING_SECONDS = 30.0  # for which processes are killed that are on the hosts
+_LONGEST_DELAY = 10_000
 _MOST = 250  # addresses of 10.77.0.0/24
 
 
@@ -64,6 +67,7 @@ class Lab:
     Args:
         hosts: How many, 1 to 250.
         rate: Of each host's link, in both directions, as `tc` writes it: `100mbit`, `1gbit`. Empty means unlimited.
+        delay: The milliseconds that a message takes from one host to another, at least; half of them on each of the two links.
 
     Attributes:
         hosts: The hosts, inside.
@@ -73,12 +77,15 @@ class Lab:
         RuntimeError: The rights or tools are missing, or a command has failed.
     """
 
-    def __init__(self, hosts: int, rate: str = ""):
+    def __init__(self, hosts: int, rate: str = "", delay: float = 0.0):
         if not 1 <= hosts <= _MOST:
             raise ValueError(f"hosts must be 1 to {_MOST}. Received: {hosts}.")
         if rate and not _RATE.fullmatch(rate):
             raise ValueError(f"rate must be such as 100mbit or 1gbit, or empty. Received: {rate!r}.")
+        if not 0 <= delay <= _LONGEST_DELAY:
+            raise ValueError(f"delay must be 0 to {_LONGEST_DELAY} milliseconds. Received: {delay}.")
         self.rate = rate
+        self.delay = delay
         self.hosts: list[Host] = []
         self._count = hosts
         self._holders: list[subprocess.Popen[bytes]] = []
@@ -134,15 +141,32 @@ class Lab:
         holder = self._hold()
         address, port = f"10.77.0.{number + 1}", f"port{number}"
         # Made where its ends belong, never in the machine's own namespace.
-        _run(
-            f"ip link add {port} netns {switch} type veth peer name {_DEVICE} netns {holder}".split(),
-        )
+        if self.delay:
+            self._delay(holder, switch, port)
+        else:
+            _run(f"ip link add {port} netns {switch} type veth peer name {_DEVICE} netns {holder}".split())
         self._ip(holder, f"address add {address}/24 dev {_DEVICE}", f"link set {_DEVICE} up", "link set lo up")
         self._ip(switch, f"link set {port} master br0", f"link set {port} up")
         if self.rate:
             for place, device in ((holder, _DEVICE), (switch, port)):
                 _run(["nsenter", f"--net={_path(place)}", *limit(device, self.rate).split()])
         return Host(_path(holder), address)
+
+    def _delay(self, holder: int, switch: int, port: str) -> None:
+        """Makes a link with a delay, which a process of its own passes on."""
+        ends = [_path(holder), _DEVICE, _path(switch), port]
+        command = [sys.executable, "-m", "tools.netlab.delayed_link", *ends, str(self.delay / 2)]
+        relay = subprocess.Popen(
+            ["setpriv", "--pdeathsig", "KILL", *command],
+            cwd=pathlib.Path(__file__).parents[2],
+            start_new_session=True,
+            stdout=subprocess.PIPE,
+        )
+        self._holders.append(relay)
+        assert relay.stdout is not None
+        with relay.stdout:
+            if relay.stdout.readline() != b"ready\n":
+                raise RuntimeError(f"{' '.join(command)} makes no link")
 
     def _ip(self, place: int, *lines: str) -> None:
         _run(["nsenter", f"--net={_path(place)}", "ip", "-batch", "-"], "\n".join(lines))
