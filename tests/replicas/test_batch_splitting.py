@@ -86,3 +86,21 @@ def test_an_empty_batch_amid_others_has_an_example_that_does_not_count():
 def test_what_has_no_rows_is_left_to_tensorflow():
     assert not batch_splitting.is_splittable(tf.data.Dataset.range(3).element_spec)
     assert not batch_splitting.is_splittable(())
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_empty_parts_follow_the_last_batch_without_end(kind):
+    parts = batch_splitting.split_batches(KINDS[kind](5).batch(2), 2, [0, 1])
+    endless = batch_splitting.with_empty_parts_at_end(parts)
+    assert endless.cardinality() == tf.data.INFINITE_CARDINALITY
+    found = list(endless.take(9))
+    assert [part.counts[0, 0].numpy() for part in found] == [1, 1, 1, 1, 1, 0, 0, 0, 0]
+    assert [part.counts[0, 1].numpy() for part in found] == [2, 2, 2, 2, 1, 1, 0, 0, 0]
+    assert [rows(part.batch) for part in found[:6]] == [rows(part.batch) for part in parts]
+    assert rows(found[-1].batch) == []
+
+
+def test_of_an_unknown_number_of_batches_the_end_stays():
+    batches = tf.data.Dataset.from_tensor_slices(X).batch(5).filter(lambda _: True)
+    parts = batch_splitting.with_empty_parts_at_end(batch_splitting.split_batches(batches, 2, [1]))
+    assert len(list(parts)) == 3

@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Structure
 from tfdist.compat import tf_cluster, tf_internals
-from tfdist.strategy import as_ours
+from tfdist.strategy import Strategy, as_ours
 
 _Result = TypeVar("_Result")
 _thread_waits = threading.local()  # by thread: the wait of one thread does not delay another
@@ -171,6 +171,15 @@ def leave_out_wait(strategy: object, value: Structure, collective: Callable[[], 
     """Returns the result of a collective with the input `value` in a step, without counting its wait as this task's own time."""
     own_time = own_time_of(strategy)
     return own_time.wait(value, collective) if own_time else collective()
+
+
+def fetch_flag(strategy: Strategy) -> tuple[Any, Callable[[], bool]]:
+    """Returns a variable that is true while a step waits for this task's data, and a function that reads it; None with one worker."""
+    if not strategy.traits.several_processes or strategy.num_workers == 1:
+        return None, bool
+    with tf.init_scope(), tf.device("CPU:0"):
+        flag = tf_cluster.ResourceVariable(False)
+    return flag, lambda: bool(flag.numpy())
 
 
 def measure_input_wait(get: Callable[[], Structure]) -> tuple[Structure, tf.Tensor]:

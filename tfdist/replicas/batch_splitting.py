@@ -108,6 +108,18 @@ def with_cardinality(dataset: tf.data.Dataset, batches: int, parts: int) -> tf.d
     return dataset.apply(tf.data.experimental.assert_cardinality(batches))
 
 
+def with_empty_parts_at_end(dealt: tf.data.Dataset) -> tf.data.Dataset:
+    """Makes a dataset of `split_batches`, whose number of parts is known, continue with empty parts without end.
+
+    Of a dataset that ends, TensorFlow asks all workers before each step, by a collective, whether they have data.
+    """
+    if int(dealt.cardinality()) < 0:
+        return dealt
+    batch = tf.nest.map_structure(_empty_component, dealt.element_spec.batch)
+    empty = tf.data.Dataset.from_tensors(SplitBatch(batch, tf.zeros([1, 3], tf.int64)))
+    return dealt.concatenate(empty.repeat()).prefetch(1)
+
+
 def repeat_empty_batches(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Makes a worker's dataset, of batches for one replica each, continue with a padding example that does not count.
 

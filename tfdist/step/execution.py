@@ -15,9 +15,10 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import DataIterator, Function, Logs, Step, Structure
+from tfdist.collectives.buffered import BufferedCommunicator
 from tfdist.collectives.communicator import tree_sum
-from tfdist.collectives.own_time import OwnTime, measure_input_wait, tensors_in
-from tfdist.compat import keras_internals, optimizer_search, tf_cluster, tf_internals, unsupported
+from tfdist.collectives.own_time import OwnTime, fetch_flag, measure_input_wait, tensors_in
+from tfdist.compat import keras_internals, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import Compressor
 from tfdist.engine import RunningMeans
 from tfdist.errors import ConfigError, stop_iteration_error
@@ -35,7 +36,6 @@ from tfdist.step.measured_choices import MeasuredChoice, measured_choices
 from tfdist.step.prediction import Prediction, as_tensor
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep, undo_skipped_step
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
-from tfdist.strategy import Strategy
 
 _FLAGS_DTYPE = "float32"  # the type of the workers' flags, which are averaged with the logs of that type
 
@@ -82,7 +82,7 @@ class Execution:
         self._replica = ReplicaStep(model, step)
         self.step_name = self._replica.name
         self._is_local = self._replica.trains and bool(self._strategy.sync_every)
-        self._fetching, self._is_fetching = _fetch_flag(self._strategy)
+        self._fetching, self._is_fetching = fetch_flag(self._strategy)
         if self._strategy.num_workers > 1 and self._strategy.own_time is None:
             self._strategy.own_time = OwnTime()
             self._strategy.gauges = [*self._strategy.gauges, self._strategy.own_time.seconds]
@@ -402,13 +402,21 @@ class Execution:
                     flags = self._strategy.mesh.sum_in_group(tf.identity(flags))
             if flags is not None:  # they travel with the logs of their type, without a collective of their own
                 packed = {**packed, _FLAGS_DTYPE: tf.concat([packed.get(_FLAGS_DTYPE, []), flags], 0)}
-            per_replica = self._strategy.run(lambda: self._on_first_replica(packed))
-            packed = {dtype: self._strategy.reduce("SUM", value, axis=None) for dtype, value in per_replica.items()}
+            packed = self._sum_over_workers(packed)
             if flags is not None:
                 packed[_FLAGS_DTYPE], sums = tf.split(packed[_FLAGS_DTYPE], [-1, flags.shape[0]])
                 agreed_flags = sums / self._strategy.num_workers
         replicas = tf_internals.num_replicas(self._strategy)
         return self._replica.unpack({dtype: values / replicas for dtype, values in packed.items()}), agreed_flags
+
+    def _sum_over_workers(self, packed: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
+        group = self._strategy.communicator
+        if self._replica.trains and isinstance(group, BufferedCommunicator):
+            # TensorFlow's collective takes two round trips more. It ends test steps of unlike data, which no gradient's exchange does.
+            (sums,) = group.all_reduce([list(packed.values())])
+            return dict(zip(packed, sums, strict=True))
+        per_replica = self._strategy.run(lambda: self._on_first_replica(packed))
+        return {dtype: self._strategy.reduce("SUM", value, axis=None) for dtype, value in per_replica.items()}
 
     def _on_first_replica(self, packed: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         """Returns a process's sums on its first replica, and zeros on the others."""
@@ -452,15 +460,6 @@ def _raise_end() -> tf.Tensor:
     # The graph makes the iterator when it needs one. A captured iterator would run its threads as long as anything keeps the graph:
     # TensorFlow never forgets the graph of a custom gradient.
     return iter(tf.data.Dataset.range(0)).get_next()
-
-
-def _fetch_flag(strategy: Strategy) -> tuple[Any, Callable[[], bool]]:
-    """Returns a variable that is true while a step waits for this task's data, and a function that reads it; None with one worker."""
-    if not strategy.traits.several_processes or strategy.num_workers == 1:
-        return None, bool
-    with tf.init_scope(), tf.device("CPU:0"):
-        flag = tf_cluster.ResourceVariable(False)
-    return flag, lambda: bool(flag.numpy())
 
 
 def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:

@@ -145,9 +145,9 @@ class DataDistribution(tf.distribute.Strategy):
         if self._has_peers():
             if policy != tf.data.experimental.AutoShardPolicy.DATA:
                 return False
-            # TensorFlow would train on parts of a batch that one worker's data lack, and gives a worker with several replicas
-            # parts that are not neighbors.
-            if int(dataset.cardinality()) == tf.data.UNKNOWN_CARDINALITY or len(self.extended.worker_devices) > 1:
+            # TensorFlow would train on parts of a batch that one worker's data lack, gives a worker with several replicas parts
+            # that are not neighbors, and asks all workers before each step whether their data have ended.
+            if int(dataset.cardinality()) != tf.data.INFINITE_CARDINALITY or len(self.extended.worker_devices) > 1:
                 return True
         size = batch_splitting.static_batch_size(dataset.element_spec)
         return size is None or size % replicas > 0
@@ -158,7 +158,8 @@ class DataDistribution(tf.distribute.Strategy):
         def local_dataset(context: tf.distribute.InputContext) -> tf.data.Dataset:
             local = replicas // context.num_input_pipelines
             first = context.input_pipeline_id * local
-            return batch_splitting.split_batches(dataset, replicas, range(first, first + local))
+            dealt = batch_splitting.split_batches(dataset, replicas, range(first, first + local))
+            return batch_splitting.with_empty_parts_at_end(dealt) if self._has_peers() else dealt
 
         return super().distribute_datasets_from_function(local_dataset)
 
