@@ -4,7 +4,7 @@ BIN := .venv/bin
 # Bytecode saves each process that tests start a fifth of a second, and each that runs tests six.
 unexport PYTHONDONTWRITEBYTECODE
 
-.PHONY: demo test test-all test-versions slow mutants coverage durations lint docs system-deps clean
+.PHONY: demo test test-all test-versions slow mutants coverage tiers durations lint docs system-deps clean
 
 demo: .venv/.installed
 	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo --overwrite
@@ -44,6 +44,13 @@ coverage: .venv/.coverage
 	-$(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) --timeout=900 $(TESTS)
 	$(BIN)/python -m coverage combine --quiet
 	$(BIN)/python -m coverage report --sort=cover | tail -n 40
+
+# Which tests of the first tier go to the second one: `tools/tiers.py` says. About forty minutes.
+tiers: .venv/.coverage
+	rm -rf build/coverage && mkdir -p build/coverage
+	ALL_OF_FIRST_TIER=1 $(BIN)/python -m pytest --collect-only -q > build/tests.txt
+	-ALL_OF_FIRST_TIER=1 $(subst -m pytest,-m coverage run -m pytest,$(PYTEST)) --timeout=900
+	$(BIN)/python -m tools.tiers --tests=build/tests.txt
 
 .venv/.coverage: .venv/.installed
 	$(BIN)/python -m pip install --quiet --disable-pip-version-check -c constraints.txt 'coverage>=7.13'

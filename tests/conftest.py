@@ -11,11 +11,11 @@ import signal
 import hypothesis
 import pytest
 
-from tests.helpers import fork_server
+from tests.helpers import coverage_contexts, fork_server
 from tests.helpers.once import Once
 from tfdist.runtime import log
 
-pytest_plugins = ["tests.helpers.order", "tests.helpers.second_chance"]
+pytest_plugins = ["tests.helpers.order", "tests.helpers.second_chance", "tests.helpers.tiers"]
 
 log.print_always()  # as commands do: pytest has handlers of its own, which would take the lines
 # On a busy machine examples are made slowly, which is no fault of theirs.
@@ -39,6 +39,10 @@ def pytest_configure(config):
             tf.config.set_logical_device_configuration(
                 tf.config.list_physical_devices("CPU")[0], [tf.config.LogicalDeviceConfiguration()] * 2
             )
+
+
+def pytest_runtest_protocol(item):
+    coverage_contexts.switch(item.nodeid)
 
 
 @pytest.fixture(scope="session")

@@ -34,6 +34,8 @@ import threading
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tests.helpers import coverage_contexts
+
 ROOT = pathlib.Path(__file__).parents[2]
 CLIENT = ROOT / "tests/helpers/fork_client.py"
 PRELOADED = ("tensorflow", "keras", "tfdist.training.trainer", "tfdist.strategies.factory")
@@ -160,6 +162,7 @@ def run(request: Request) -> None:
     os.chdir(request.folder)
     os.environ.clear()
     os.environ.update(request.environ)
+    coverage_contexts.switch_as_environment_says()
     sys.argv[:] = request.argv
     importlib.import_module("numpy").random.seed()  # or all ranks would draw the same numbers
     runpy.run_module(request.argv[0], run_name="__main__", alter_sys=True)

@@ -1,9 +1,18 @@
-"""Says of a test's parameters in which tier they run: `make test`, `make test-all` or `make slow`."""
+"""The tiers of tests: `make test`, `make test-all` and `make slow`.
 
+A mark `full` or `slow` puts a test into a tier by hand, and `cases` a test's parameters. `make tiers` puts into the second one what costs more
+than it finds (see `tools/tiers.py`).
+"""
+
+import json
+import os
+import pathlib
 from collections.abc import Container, Iterable
 from typing import Any
 
 import pytest
+
+MOVED = pathlib.Path(__file__).parents[1] / "second_tier.json"
 
 
 def cases(every: Iterable[Any], quick: int | Container[Any] = (), slow: Container[Any] = ()) -> list[Any]:
@@ -21,3 +30,14 @@ def cases(every: Iterable[Any], quick: int | Container[Any] = (), slow: Containe
         marks = pytest.mark.slow if case in slow else () if in_quick else pytest.mark.full
         found.append(pytest.param(*values, marks=marks))
     return found
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Marks the tests that `make tiers` has moved to the second tier."""
+    if "ALL_OF_FIRST_TIER" in os.environ:
+        return
+    moved = set(json.loads(MOVED.read_text()))
+    for item in items:
+        if item.nodeid in moved and not item.get_closest_marker("slow"):
+            item.add_marker(pytest.mark.full)
