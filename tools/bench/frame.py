@@ -45,6 +45,7 @@ def run(
     workers: int,
     ps: int = 0,
     rate: str | None = None,
+    delay: float = 0.0,
     memory: bool = True,
     pinned: bool = False,
     mpirun: bool = False,
@@ -58,6 +59,7 @@ def run(
         workers: How many.
         ps: How many parameter servers.
         rate: Of each task's link, as for `Lab`; None means without a laboratory.
+        delay: From one task's host to another's, as for `Lab`.
         memory: Whether glibc keeps large blocks in all tasks.
         pinned: Whether each task has its own share of the cores without a laboratory, too.
         mpirun: Whether Open MPI's `mpirun` starts the tasks, pinned and without TF_CONFIG. Without a laboratory only.
@@ -75,7 +77,7 @@ def run(
         folder = stack.enter_context(tempfile.TemporaryDirectory())
         cluster, prefixes, reached = local_cluster(workers, ps), {}, None
         if rate is not None:
-            lab = stack.enter_context(Lab(workers + ps + bool(ps), rate))
+            lab = stack.enter_context(Lab(workers + ps + bool(ps), rate, delay))
             cluster, prefixes = assign_namespaces(workers, ps, ",".join(host.netns for host in lab.hosts))
             reached = goodput(lab.hosts[0], lab.hosts[-1]) if workers > 1 else None
         environ = {**os.environ, **ENVIRON, "PYTHONPATH": str(ROOT), **(MEMORY if memory else {})}

@@ -17,6 +17,7 @@ BENCHES = (
     "split",
     "scale",
     "accuracy",
+    "slow_network",
     "codec",
     "step",
     "ps",
