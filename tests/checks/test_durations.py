@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+from tests.helpers import tiers
 from tests.helpers.order import DURATIONS
 
 ROOT = pathlib.Path(__file__).parents[2]
@@ -53,3 +54,22 @@ def test_the_minutes_of_a_page_are_those_of_the_table(durations, page):
     (word,) = re.findall(r"([\w-]+) minutes on two cores", (ROOT / page).read_text())
     least = sum(seconds or 0 for seconds in durations.values()) / PROCESSES / 60
     assert least <= NUMBERS.index(word) + 1 <= 2 * least, f"the table says {least:.1f} minutes at least"
+
+
+def test_the_tests_that_were_moved_to_the_second_tier_exist():
+    command = [
+        sys.executable,
+        "-m",
+        "pytest",
+        "--collect-only",
+        "--quiet",
+        "--numprocesses=0",
+        "-m",
+        "not slow",
+        str(TESTS),
+    ]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    moved = json.loads(tiers.MOVED.read_text())
+    assert moved and set(moved) <= set(done.stdout.splitlines()), (
+        "a test has another name now: change it in second_tier.json"
+    )

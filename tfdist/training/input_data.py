@@ -104,7 +104,9 @@ def open_source(
     dataset = keras_loops.adapted_dataset(adapter)
     if isinstance(adapter, keras_loops.ArrayDataAdapter):
         dataset = tf_internals.without_autotuning(dataset)  # it only slices arrays: autotuning gains nothing
-        dataset = dataset.apply(tf.data.experimental.assert_cardinality(adapter.num_batches))  # which TensorFlow does not know
+        dataset = dataset.apply(
+            tf.data.experimental.assert_cardinality(adapter.num_batches)
+        )  # which TensorFlow does not know
     source = engine.source(dataset, adapter.num_batches)
     source.adapter = adapter
     return source
