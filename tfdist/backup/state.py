@@ -111,7 +111,9 @@ class TrainingState:
                     shared[name] = values[0]
             seed = random_seeds.global_seed(self._strategy)
             if seed is not None:
-                own |= self._by_replica(_GLOBAL_SEED, map(tf.identity, self._components(seed)))
+                seeds = [tf.identity(component) for component in self._components(seed)]
+                # The map of a dataset may have made Keras create it, outside of the strategy: then the replicas share one.
+                own |= self._by_replica(_GLOBAL_SEED, seeds * (len(self._replicas) // len(seeds)))
             arrays: dict[str, np.ndarray] = {}
             callback_states = {name: _to_json(_get_state(c), name, arrays) for name, c in self._callbacks.items()}
             rest = {
