@@ -6,6 +6,7 @@ the constants that begin with `KERAS_`. For losses see `keras_losses.py`, for Ke
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -162,6 +163,8 @@ def replace_writers(make: Callable[[Method], Method]) -> None:
 KERAS_REDUCTION = "_all_reduce_sum_gradients"
 KERAS_UPDATE = "_backend_apply_gradients"
 KERAS_CLIP = "_clip_gradients"
+KERAS_UPDATE_SCALED = "_stateful_handle_finite_grads"
+KERAS_SKIP_SCALED = "_stateful_handle_non_finite_grads"
 KERAS_WEIGHT_DECAY = "_apply_weight_decay"
 KERAS_DECAYS = "_use_weight_decay"
 KERAS_UPDATE_VARIABLES = "_backend_update_step"
@@ -324,6 +327,26 @@ def has_replaced_reduction(optimizer: keras.optimizers.Optimizer) -> bool:
 def replace_reduction(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
     """Replaces the method that sums a list of (gradient, variable) pairs over the replicas."""
     setattr(optimizer, KERAS_REDUCTION, new)
+
+
+def apply_scaled(
+    optimizer: keras.optimizers.LossScaleOptimizer,
+    grads: Sequence[Gradient],
+    variables: Variables | None,
+    cond: Callable[..., None],
+) -> None:
+    """Updates with scaled gradients if they are finite, as `LossScaleOptimizer.apply` does. In replica context.
+
+    `cond` replaces `tf.cond`, which does not order the collectives of an update among those around it.
+    """
+
+    def apply(strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables | None) -> None:
+        call = strategy.extended.call_for_each_replica
+        finite = strategy.experimental_local_results(call(optimizer.check_finite, args=(grads,)))[0]
+        update = functools.partial(call, getattr(optimizer, KERAS_UPDATE_SCALED), args=(grads, variables))
+        cond(finite, update, getattr(optimizer, KERAS_SKIP_SCALED))
+
+    tf.distribute.get_replica_context().merge_call(apply, args=(grads, variables))
 
 
 def restore_optimizer_methods(optimizer: keras.optimizers.Optimizer) -> None:

@@ -26,7 +26,7 @@ from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists, local_steps, worker_tables
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
 from tfdist.gradients.sharded_update import ShardedUpdate
-from tfdist.gradients.update import AccumulatingUpdate, FiniteUpdates
+from tfdist.gradients.update import AccumulatingUpdate, FiniteUpdates, cond_of
 from tfdist.replicas import step_context
 from tfdist.sharding.split_slot import SplitSlot
 from tfdist.strategy import Strategy, as_ours
@@ -192,7 +192,13 @@ class _ReduceThenApply:
         return self._update.variables if variables is None else variables
 
     def _apply(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
-        self._keras_apply(gradient_lists.with_divisible_rows(grads), trainable_variables)
+        grads = gradient_lists.with_divisible_rows(grads)
+        context = tf.distribute.get_replica_context()
+        ordered = context and traits_of(context.strategy).compresses and self._update.scaled and self._optimizer.built
+        if ordered:
+            keras_internals.apply_scaled(self._optimizer, grads, trainable_variables, cond_of(context.strategy))
+        else:
+            self._keras_apply(grads, trainable_variables)
 
     def _check_built(self) -> None:
         if self._optimizer.built:
@@ -293,7 +299,7 @@ class _ReduceThenApply:
         elif self._update.scaled:  # LossScaleOptimizer itself skips non-finite updates
             apply()
         else:
-            tf.cond(finite, apply, lambda: None)
+            cond_of(strategy)(finite, apply, lambda: None)
 
 
 def _apply_reduced(

@@ -166,7 +166,7 @@ class AccumulatingUpdate:
         steps = optimizer.gradient_accumulation_steps
         if steps:
             end = functools.partial(self._end, strategy, grads, variables)
-            _cond_of(strategy)(step % steps == 0, end, lambda: on_each_replica(self._add))
+            cond_of(strategy)(step % steps == 0, end, lambda: on_each_replica(self._add))
         else:
             self._step_across(strategy, grads, variables)
         if not optimizer.use_ema:
@@ -175,7 +175,7 @@ class AccumulatingUpdate:
         cond = tf.cond
         if self.sharded:
             self.sharded.move_averages()
-            cond = _cond_of(strategy)  # the averages are gathered
+            cond = cond_of(strategy)  # the averages are gathered
         else:
             strategy.extended.call_for_each_replica(keras_internals.moving_average_method(optimizer), args=(trained,))
         frequency = optimizer.ema_overwrite_frequency
@@ -218,7 +218,7 @@ class AccumulatingUpdate:
             return
         totals, finite = self.reduce(shares, variables)
         # The accumulators are reset by now, even if the sum is not finite: a NaN in them would stay in all later updates.
-        tf.cond(finite, lambda: self._step_across(strategy, totals, variables), lambda: None)
+        cond_of(strategy)(finite, lambda: self._step_across(strategy, totals, variables), lambda: None)
 
     def _step_across(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
         if self.sharded:
@@ -296,11 +296,11 @@ class FiniteUpdates:
             for count in local(self.skipped):
                 count.assign_add(1)
 
-        cond = _cond_of(strategy) if traits_of(strategy).compresses else tf.cond
+        cond = cond_of(strategy) if traits_of(strategy).compresses else tf.cond
         cond(finite, update, skip)
 
 
-def _cond_of(strategy: tf.distribute.Strategy) -> Callable[..., None]:
+def cond_of(strategy: tf.distribute.Strategy) -> Callable[..., None]:
     """Returns the `cond` whose branches may have collectives of the strategy."""
     ours = as_ours(strategy)
     if ours and ours.mesh and ours.mesh.group.processes > 1:

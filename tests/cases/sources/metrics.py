@@ -3,11 +3,14 @@
 A class of Keras' is compared with the same class, updated batch by batch in a plain loop outside of any strategy.
 """
 
+import functools
+
 import keras
 import numpy as np
 import tensorflow as tf
 from keras import ops
 
+import tfdist
 from tests.cases.arms import MIRRORED, SERVERS, WORKERS
 from tests.cases.case import case
 from tfdist.compat import keras_metrics
@@ -272,6 +275,33 @@ def compiled_by_xla(world):
     model = identity(world, metrics=[lambda: span], jit_compile=True)
     found = model.fit(X[:16], X[:16], batch_size=8, epochs=2, shuffle=False, verbose=0).history
     return {"span": (found["span"], [3, 3])}
+
+
+@case(WORKERS, warning="TopK.*saves no time among workers of one host")
+def gathered_beside_an_update_that_is_skipped_if_not_finite(world):
+    """The update, whose workers exchange pieces of the optimizer, is in a condition: its exchange has its turn beside the metric's."""
+    adam = functools.partial(keras.optimizers.Adam, 0.0)
+    kinds = {
+        "compressed": (functools.partial(adam, global_clipnorm=0.5), "topk"),
+        "scaled": (lambda: keras.optimizers.LossScaleOptimizer(adam()), None),
+        "scaled and accumulated": (
+            lambda: keras.optimizers.LossScaleOptimizer(adam(gradient_accumulation_steps=2)),
+            None,
+        ),
+    }
+    right = np.mean([part.max() - part.min() for (part,) in batches(X, size=4)])
+    found = {}
+    world.trainer.strategy.shard_optimizer = True
+    try:
+        for name, (make, compression) in kinds.items():
+            with tfdist.Trainer(world.trainer.strategy, compression=compression).scope():
+                model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), keras.layers.Dense(1)])
+                model.compile(make(), loss="mse", metrics=[span])
+            history = model.fit(X, X, batch_size=4, epochs=3, shuffle=False, verbose=0).history
+            found[name] = history["span"], [right] * 3
+    finally:
+        world.trainer.strategy.shard_optimizer = False
+    return found
 
 
 @case(SERVERS, warning="The metric top keeps a value that is not a sum")

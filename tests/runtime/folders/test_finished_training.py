@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import subprocess
@@ -9,7 +10,9 @@ import subprocess
 import psutil
 import pytest
 
+from tests.helpers import full_disk
 from tfdist.runtime.folders import claim, finished_training
+from tfdist.runtime.report import progress
 
 
 @pytest.fixture
@@ -66,3 +69,23 @@ def test_a_removal_that_was_killed_is_completed_by_the_next_run(finished, monkey
     assert finished_training.is_of_another_run(folder)
     finished_training.remove_backups(folder)
     assert not os.path.exists(folder)
+
+
+def test_backups_whose_note_a_full_disk_keeps_from_the_launcher_are_removed(tmp_path, monkeypatch):
+    notes, folder = tmp_path / "progress", tmp_path / "backup"
+    notes.mkdir()
+    (folder / "step-7").mkdir(parents=True)
+    monkeypatch.setenv(progress.FOLDER, str(notes))
+    monkeypatch.setenv(claim.JOB, claim.this_run())
+    with full_disk.mounted(notes, 8192):
+        with contextlib.suppress(OSError), (notes / "ballast").open("wb", buffering=0) as ballast:
+            ballast.write(bytes(1 << 14))
+        progress.note_backup(str(folder))
+        assert not progress.folders_with_backups(str(notes))
+        assert finished_training.finish(str(folder)) and not folder.exists()
+        # With room again at the end, a restart finds the backups.
+        (folder / "step-7").mkdir(parents=True)
+        (notes / "ballast").unlink()
+        assert not finished_training.finish(str(folder))
+        finished_training.remove_of_this_run(progress.folders_with_backups(str(notes)), print)
+        assert not folder.exists()

@@ -28,7 +28,8 @@ def finish(backup_dir: str, at_once: bool = False) -> bool:
         Whether they are removed.
     """
     job = os.environ.get(JOB)
-    if job and not at_once:
+    # The launcher removes only backups that it knows, and a full disk may have kept each former note from it.
+    if job and not at_once and progress.note_backup(backup_dir):
         try:
             storage.write(os.path.join(backup_dir, _FILE), job.encode())
             return False

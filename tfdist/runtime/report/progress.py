@@ -198,16 +198,22 @@ def _folder() -> str | None:
     return folder if folder and os.path.isdir(folder) else None
 
 
-def note_backup(backup_dir: str, exists: bool = True) -> None:
-    """Records for this task's next process whether a folder has a backup; does nothing without a supervisor."""
+def note_backup(backup_dir: str, exists: bool = True) -> bool:
+    """Records for this task's next process and its supervisor whether a folder has a backup; does nothing without a supervisor.
+
+    Returns:
+        False if the record cannot be written, as on a full disk.
+    """
     note = _backup_note(backup_dir)
     if note is None:
-        return
+        return True
     with _warning_once():
         if exists:
             note.write_bytes(os.fsencode(_absolute(backup_dir)))
         else:
             note.unlink(missing_ok=True)
+        return True
+    return False
 
 
 def had_backup(backup_dir: str) -> bool:
