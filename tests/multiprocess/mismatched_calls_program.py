@@ -4,7 +4,9 @@ import sys
 
 import tfdist
 from tests.multiprocess import harness
+from tfdist.training import hangs
 
+hangs.timing = hangs.Timing(look_every=0.1, report_every=0.5, warn_after=1.0)  # a sixtieth of the real ones
 trainer = tfdist.Trainer(sys.argv[1], **harness.transport())
 
 import keras  # noqa: E402 (the strategy comes first)
@@ -35,6 +37,22 @@ def build(units):
         keras.Sequential([keras.Input((8,)), keras.layers.Dense(units)])
 
 
+def in_own_steps():
+    """Worker 0 evaluates, in TensorFlow's collectives, while worker 1 sums gradients by the transport."""
+
+    def train(batch):
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean(tf.square(model(batch[0], training=True) - batch[1]))
+        model.optimizer.apply(tape.gradient(loss, model.trainable_variables), model.trainable_variables)
+        return {"loss": loss}
+
+    step = trainer.step(train, uses=[model, model.optimizer])
+    for number, batch in enumerate(step.loop(tf.data.Dataset.from_tensor_slices((x, y)).batch(8))):
+        if number == 3 and not RANK:
+            model.evaluate(x, y, verbose=0)
+        step(batch)
+
+
 CASES = {
     "model": lambda: build(4 + RANK),
     "fit": lambda: trainer.fit(model, of_unknown_length(), epochs=2, verbose=0),
@@ -44,11 +62,14 @@ CASES = {
     "evaluate": lambda: trainer.evaluate(model, of_unknown_length(), verbose=0),
     "predict": lambda: trainer.predict(model, of_unknown_length().map(lambda a, b: a), verbose=0),
     "callback": lambda: trainer.fit(model, x, y, verbose=0, callbacks=[] if RANK else [Evaluates()]),
+    "own_steps": in_own_steps,
     "save": lambda: trainer.save(model, f"{OUT}/m.keras") if RANK else trainer.evaluate(model, x, y, verbose=0),
 }
+# Steps of one's own are explained by the watch alone.
+ERRORS = (tfdist.ClusterError, tf.errors.OpError) if sys.argv[3] == "own_steps" else tfdist.ClusterError
 try:
     CASES[sys.argv[3]]()
     said = ""
-except tfdist.ClusterError as e:
+except ERRORS as e:
     said = str(e)
 harness.store(OUT, RANK, {"said": said})

@@ -2,6 +2,7 @@
 
 import io
 import os
+import re
 
 import pytest
 
@@ -31,6 +32,16 @@ UNLIKE = "Workers did different things at once: worker:0 was in {}; worker:1 was
 def test_all_workers_say_what_each_did(runs, case, sentence):
     for results in runs("multi_worker_mirrored", "mismatched_calls_program", case)[0]:
         assert results["said"].startswith(sentence), results["said"]
+
+
+def test_a_transport_that_waits_for_another_call_ends_in_the_places_of_both(runs):
+    first, second = (
+        results["said"] for results in runs("multi_worker_mirrored", "mismatched_calls_program", "own_steps")[0]
+    )
+    place = r"at tests/multiprocess/mismatched_calls_program\.py:\d+ in in_own_steps"
+    verdict = f"worker:0 waits in an exchange after step 3 {place}; worker:1 waits in step 4 {place}: a deadlock"
+    assert re.search(verdict, first), first
+    assert second, "worker:1 ends, too"
 
 
 def test_another_model_is_told_as_its_variables_are_made_and_is_not_started_again(tmp_path):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import zlib
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -24,8 +25,8 @@ class BufferedCommunicator(CrossProcessCommunicator):
     """Ranks in several processes, which exchange NumPy arrays.
 
     Arrays are sent in the order in which their exchanges were traced. That is the order in which backward completes the
-    buckets, and it is equal on all processes. `launcher` launches the collectives of TensorFlow with which a step begins. An exchange
-    may take `timeout_seconds`; 0 means no limit.
+    buckets, and it is equal on all processes. `launcher` launches TensorFlow's collectives. An exchange may take `timeout_seconds`; 0 means no
+    limit.
     """
 
     def __init__(
@@ -41,15 +42,11 @@ class BufferedCommunicator(CrossProcessCommunicator):
         self.calls = Calls(timeout_seconds)
 
     def run(self, exchanges: Sequence[Generator[Any, Any, Result]], lane: int = 0) -> list[Result]:
-        if lane:
-            return super().run(exchanges, lane)
-        with tf.control_dependencies([self._gate()]):  # all operations of the exchanges wait for the gate
+        with self._gated(lane):
             return super().run(exchanges, lane)
 
     def _in_lane(self, lane: int, work: Callable[[], Any]) -> Any:
-        if lane:
-            return super()._in_lane(lane, work)
-        with tf.control_dependencies([self._gate()]):
+        with self._gated(lane):
             return super()._in_lane(lane, work)
 
     def cond(self, condition: tf.Tensor, if_true: Callable[[], None], if_false: Callable[[], None]) -> None:
@@ -115,13 +112,18 @@ class BufferedCommunicator(CrossProcessCommunicator):
 
         return gathered(values), gathered(indices)
 
-    def _gate(self) -> tf.Tensor:
-        """Returns a tensor that becomes available once all ranks have reached the same point of the same step.
+    def _gated(self, lane: int) -> contextlib.AbstractContextManager[Any]:
+        """Returns the context of exchanges that wait until all ranks have reached the same point of the same step.
 
-        The exchanges of a step start with this small TensorFlow collective, which detects a rank that runs a different collective,
-        has no more data or has exited. It depends on no tensor of the step, so that it completes during the forward pass.
+        The exchanges of a step start with a small TensorFlow collective if the transport would wait forever for a rank that runs a
+        different one, has no more data or has exited. It depends on no tensor of the step, so that it completes during the forward pass;
+        but it takes two to three messages in turn. A transport that checks its calls needs none.
         """
-        return self._launch(tf_cluster.all_reduce, tf.zeros(_GATE), merge_op="Add")
+        if lane or self.transport.checks_calls:
+            return contextlib.nullcontext()
+        gate = self._launch(tf_cluster.all_reduce, tf.zeros(_GATE), merge_op="Add")
+        context: contextlib.AbstractContextManager[Any] = tf.control_dependencies([gate])
+        return context
 
     def _call(self, kind: str, function: Function, *tensors: tf.Tensor) -> list[tf.Tensor]:
         """Calls a function with the tensors' arrays, after the exchange that was traced before it. Its results have the tensors' dtypes."""

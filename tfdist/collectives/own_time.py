@@ -15,6 +15,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Structure
 from tfdist.compat import tf_cluster, tf_internals
+from tfdist.runtime.report.phase import phase
 from tfdist.strategy import Strategy, as_ours
 
 _Result = TypeVar("_Result")
@@ -26,7 +27,8 @@ def waiting() -> Iterator[None]:
     """Marks a wait of this thread's Python code for other tasks, which no own time includes."""
     begun = time.perf_counter()
     try:
-        yield
+        with phase("exchange"):
+            yield
     finally:
         _thread_waits.seconds = _waited() + time.perf_counter() - begun
 

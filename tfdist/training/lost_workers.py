@@ -38,7 +38,7 @@ _REMOTE = re.compile(r"remote target /job:(\w+)/(?:replica:\d+/)?task:(\d+)")
 _MISMATCH = re.compile(
     r"Collective instance \d+ expected|Shape mismatch in the collective instance|called another collective"
 )
-_DATA_ERROR = "tfdist/data_error"  # the key under which a worker publishes that it cannot read its data
+_NO_DATA = "tfdist/no_data"  # the key under which a worker publishes why it takes part in no more steps
 _MOST_LISTED = 8  # tasks whose calls are listed: a cluster may have thousands
 _ANSWER_WITHIN = 10.0  # seconds to wait for the other workers' calls
 
@@ -62,8 +62,8 @@ def abort_on_lost_workers(cluster: ClusterSpec, task: TaskSpec) -> Iterator[None
         if REASON_PREFIX not in str(e.__cause__):  # it is this worker's own error, not one that another has sent
             error = DataError(f"{task}: {e}")
         # The others wait for this worker in a collective. If several have an error, all raise the first that is published, or their own.
-        tf_cluster.try_publish(_DATA_ERROR, str(error))
-        _wait_until_read(_DATA_ERROR, _ANSWER_WITHIN)
+        tf_cluster.try_publish(_NO_DATA, f"{DataError.__name__}: {error}")
+        _wait_until_read(_NO_DATA, _ANSWER_WITHIN)
         raise error from e
     except tf.errors.OpError as e:
         sentence = _explain_mismatch(cluster, task, e) or peers.explain(e)
@@ -100,12 +100,12 @@ class _Peers:
         self.done = threading.Event()
 
     def watch(self) -> None:
-        """Aborts the collectives of this process if another task is lost, or cannot read its data."""
+        """Aborts the collectives of this process if another task is lost, or has no data."""
         before: set[TaskSpec] = set()
         while not self.done.wait(_CHECK_EVERY):
-            data_error = tf_cluster.find_published(_DATA_ERROR, 0.01)
-            if data_error:
-                self._abort(tf.errors.ABORTED, f"{DataError.__name__}: {data_error}")
+            reason = tf_cluster.find_published(_NO_DATA, 0.01)
+            if reason:
+                self._abort(tf.errors.ABORTED, reason)
                 return
             # The chief holds these texts. After its end they cannot be read, so its own is read while it runs.
             chief = self._cluster.chief
@@ -253,6 +253,7 @@ def _explain_mismatch(cluster: ClusterSpec, task: TaskSpec, error: tf.errors.OpE
     if not ended and not _MISMATCH.search(error.message):
         return ""
     if ended and isinstance(error, tf.errors.InvalidArgumentError):  # raised on this worker, not sent by another one
+        tf_cluster.try_publish(_NO_DATA, ENDED_EARLY)  # for workers that wait in another transport than TensorFlow's
         calls.abort_collectives(tf.errors.ABORTED, ENDED_EARLY)
         call += ", without data left"
     calls_of_all = "; ".join(f"{caller} was in {call}" for caller, call in _exchange_calls(cluster, task, call))
