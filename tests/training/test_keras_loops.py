@@ -487,7 +487,7 @@ DIFFERENT = {
     "no data": ("by design: data without a batch are an error", r"hold no batch|\('iteration'"),
     "fit that ends within an execution": EXACT,
     "evaluate and predict that end within an execution": EXACT,
-    "targets that are missing": ("by design: the model is built before the first hook", "None values not supported"),
+    "targets that are missing": ("by design: an error of our own before the first hook", "The data have no labels"),
     "callbacks that are none": ("by design: an error of our own", "ConfigError"),
     "wrong arguments": ("by design: errors of our own, before anything is trained", "ConfigError|'weights'"),
     "a CallbackList": ("by design: another list calls its callbacks", "tfdist: \\('set_model'"),
