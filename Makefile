@@ -9,10 +9,10 @@ unexport PYTHONDONTWRITEBYTECODE
 demo: .venv/.installed
 	$(BIN)/tfdist train --config=digits_multi_worker --workdir=runs/demo --overwrite
 
-# Processes that run tests: one more than there are cores for those that compute, and two for those that mostly wait.
+# Processes that run tests: one more than there are cores for those that compute, and one for those that mostly wait.
 # A file is one process's. After a process that crashed, pytest-xdist would wait for the rest of its file without limit.
 JOBS ?= $(shell expr $$(nproc) + 1)
-WAITING ?= 2
+WAITING ?= 1
 PYTEST = $(BIN)/python -m pytest --numprocesses=$$(($(JOBS) + $(WAITING))) --waiting-processes=$(WAITING) --dist=loadfile \
 	--no-loadscope-reorder --max-worker-restart=0 --second-chance --durations=10 --durations-path=tests/durations.json $(STORE)
 

@@ -281,6 +281,7 @@ def write_rows(folder):
     print("beyond the table:", memory("VmHWM") - before)
 
 
+@pytest.mark.full
 def test_rows_of_a_server_are_written_in_chunks(tmp_path):
     program = f"from tests.backup import test_storage; test_storage.write_rows({str(tmp_path)!r})"
     output = subprocess.run(

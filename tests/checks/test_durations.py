@@ -18,28 +18,35 @@ TESTS = ROOT / "tests"
 TENS = ("ten", "eleven", "twelve", "thirteen", "fourteen", "fifteen", "sixteen", "seventeen", "eighteen", "nineteen")
 ONES = ("one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 NUMBERS = (*ONES, *TENS, "twenty", *(f"twenty-{one}" for one in ONES))
-PROCESSES = 5  # of `make test` on two cores, by which the table is measured
+PROCESSES = 4  # of `make test` on two cores, by which the table is measured
+
+
+def collects_all(config: pytest.Config) -> bool:
+    """Returns whether a run looks for tests in all folders."""
+    return [config.invocation_params.dir / argument for argument in config.args] == [TESTS]
 
 
 def is_first_tier(config: pytest.Config) -> bool:
     """Returns whether a run has collected all tests of the first tier, and no others."""
-    folders = [config.invocation_params.dir / argument for argument in config.args]
     options = config.option
     chosen = options.keyword or options.deselect or config.getoption("splits", None)
-    return folders == [TESTS] and options.markexpr in config.getini("addopts") and not chosen
+    return collects_all(config) and options.markexpr in config.getini("addopts") and not chosen
+
+
+def collect(*options: str) -> set[str]:
+    """Returns the names of the tests that a run of its own finds."""
+    command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "--numprocesses=0", *options, str(TESTS)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+    return {line for line in done.stdout.splitlines() if "::" in line}
 
 
 @pytest.fixture(scope="module")
 def durations(request):
     """Returns the seconds of each test of the first tier, None for those that were not measured."""
-    if is_first_tier(request.config):
-        names = [item.nodeid for item in request.session.items]
-    else:
-        command = [sys.executable, "-m", "pytest", "--collect-only", "--quiet", "--numprocesses=0", str(TESTS)]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
-        names = [line for line in done.stdout.splitlines() if "::" in line]
+    is_here = is_first_tier(request.config)
+    names = {item.nodeid for item in request.session.items} if is_here else collect()
     known = json.loads(DURATIONS.read_text())
-    return {name: known.get(name) for name in names}
+    return {name: known.get(name) for name in sorted(names)}
 
 
 def test_the_table_knows_the_tests_of_the_first_tier(durations):
@@ -56,20 +63,7 @@ def test_the_minutes_of_a_page_are_those_of_the_table(durations, page):
     assert least <= NUMBERS.index(word) + 1 <= 2 * least, f"the table says {least:.1f} minutes at least"
 
 
-def test_the_tests_that_were_moved_to_the_second_tier_exist():
-    command = [
-        sys.executable,
-        "-m",
-        "pytest",
-        "--collect-only",
-        "--quiet",
-        "--numprocesses=0",
-        "-m",
-        "not slow",
-        str(TESTS),
-    ]
-    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=280)
+def test_the_tests_that_were_moved_to_the_second_tier_exist(request):
+    found = request.config.stash[tiers.COLLECTED] if collects_all(request.config) else collect("-m", "not slow")
     moved = json.loads(tiers.MOVED.read_text())
-    assert moved and set(moved) <= set(done.stdout.splitlines()), (
-        "a test has another name now: change it in second_tier.json"
-    )
+    assert moved and set(moved) <= found, "a test has another name now: change it in second_tier.json"

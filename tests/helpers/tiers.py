@@ -13,6 +13,7 @@ from typing import Any
 import pytest
 
 MOVED = pathlib.Path(__file__).parents[1] / "second_tier.json"
+COLLECTED = pytest.StashKey[set[str]]()  # the ids of all tests that pytest has found, before it leaves out other tiers
 
 
 def cases(every: Iterable[Any], quick: int | Container[Any] = (), slow: Container[Any] = ()) -> list[Any]:
@@ -33,8 +34,9 @@ def cases(every: Iterable[Any], quick: int | Container[Any] = (), slow: Containe
 
 
 @pytest.hookimpl(tryfirst=True)
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     """Marks the tests that `make tiers` has moved to the second tier."""
+    config.stash[COLLECTED] = {item.nodeid for item in items}
     if "ALL_OF_FIRST_TIER" in os.environ:
         return
     moved = set(json.loads(MOVED.read_text()))

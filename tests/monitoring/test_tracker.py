@@ -66,6 +66,7 @@ def train_with_a_kill(folder, tracker):
     return json.loads((folder / "run/summary.json").read_text())
 
 
+@pytest.mark.full
 def test_a_killed_run_goes_on_in_its_record(tmp_path):
     summary = train_with_a_kill(tmp_path, "tracker_module:Lines")
     lines = [json.loads(line) for line in (tmp_path / "lines.jsonl").read_text().splitlines()]

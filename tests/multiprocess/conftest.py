@@ -1,6 +1,5 @@
 """Each strategy's run of `program`, once for all tests of this folder, when first asked for."""
 
-import concurrent.futures
 import functools
 import os
 
@@ -15,22 +14,12 @@ SYNCHRONOUS = (
 )
 
 
-# What one process runs runs beside the others of its row: it is mostly tracing, on one core.
-TOGETHER = {"program": ("one_device", "mirrored")}
-
-
 @pytest.fixture(scope="session")
 def runs(once):
     """Returns a function: as `harness.run`, without a folder -> (each rank's results, output folder)."""
 
     def run(strategy, module="program", *args, **how):
-        row = () if args else TOGETHER.get(module, ())
-        row = row if strategy in row else (strategy,)
-        if len(row) == 1:  # a cluster, whose launcher wants the main thread
-            return find(strategy, module, *args, **how, **_environment(strategy))
-        with concurrent.futures.ThreadPoolExecutor(2) as pool:
-            found = {each: pool.submit(find, each, module) for each in row}
-        return found[strategy].result()
+        return find(strategy, module, *args, **how, **_environment(strategy))
 
     @functools.cache
     def find(strategy, module, *args, size=2, transport="", **environment):

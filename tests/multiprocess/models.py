@@ -50,26 +50,22 @@ QUICK_CASES = ("dense_adam", "cnn_sgd")
 # batch of both after several whole ones.
 SIZES = (1, 5, 32, 33, 63, 77, "files")
 QUICK_SIZES = (1, 33, 77, "files")
-# The scenarios of `program` that the default tier asks of a strategy, and the others.
+# The scenarios of `program` that the first tier asks of a strategy, and the others.
 QUICK = {
-    "one_device": ("parity", "inference", "fine_tuning"),
-    # All else of it is tested in one process: tests/strategies, tests/step, tests/fuzz.
-    "mirrored": ("parity", "dropout"),
-    "multi_worker_mirrored": (
-        *("coverage", "parity", "trainer_fit", "inference", "everything", "dropout", "noise", "callbacks"),
-        "fine_tuning",
-    ),
+    "one_device": ("fine_tuning",),
+    "multi_worker_mirrored": ("everything", "callbacks", "fine_tuning"),
     "central_storage": (
         *("coverage", "parity", "trainer_fit", "inference", "dropout", "further_parity", "further_inference"),
     ),
 }
+OF_WORKERS = ("coverage", "parity", "trainer_fit", "inference", "dropout", "noise")
 FURTHER = {
-    "one_device": ("further_parity", "further_inference"),
+    "one_device": ("parity", "inference", "further_parity", "further_inference"),
     "mirrored": (
-        *("coverage", "trainer_fit", "inference", "everything", "noise", "fine_tuning"),
+        *(*OF_WORKERS, "everything", "fine_tuning"),
         *("further_parity", "further_inference", "further_noise"),
     ),
-    "multi_worker_mirrored": ("further_parity", "further_inference", "further_noise"),
+    "multi_worker_mirrored": (*OF_WORKERS, "further_parity", "further_inference", "further_noise"),
     "central_storage": (),
 }
 

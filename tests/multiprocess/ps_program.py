@@ -485,10 +485,8 @@ if __name__ == "__main__":
         train_digits,
         evaluate_and_predict,
         faults,
-        records,
         statistics,
         noise,
-        save_files,
         lose_a_worker_in_training,
         lose_a_worker_in_evaluation,
     )

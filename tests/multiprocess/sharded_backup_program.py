@@ -1,8 +1,8 @@
 """Trains with split slots, and continues from backups and saved models in the same and in other ways. Arguments: strategy, output
-folder, optimizers, and the number of ways in which trainings before the break are run.
+folder, `resumed` or `saved`, the number of ways in which trainings before a break are run, and optimizers.
 
-Stores for each case, by the ways of the trainings before and after the break, what `train` returns; and the hashes of what plain Keras
-loads from a saved model and trains with it.
+Stores for each case, if `resumed`, by the ways of the trainings before and after the break, what `train` returns; if `saved`, the hashes
+of what plain Keras loads from a saved model and trains with it, and how a saved model continues in both ways.
 """
 
 import contextlib
@@ -82,12 +82,10 @@ def continued(way, path):
     return (trained(model), history.history["loss"]), kept
 
 
-def run(optimizer, firsts):
+def resumed(optimizer, firsts):
     """Breaks trainings of the ways `firsts`, and continues each in both ways."""
-    results = {"resumed": {}, "loaded": {}, "continued": {}, "kept": {}}
-    models = {}
-    models["whole"], losses = fit("whole", optimizer)
-    results["resumed"]["whole"] = trained(models["whole"]), losses
+    model, losses = fit("whole", optimizer)
+    results = {"whole": (trained(model), losses)}
     for first in firsts:
         broken = os.path.join(out, f"{optimizer}-{first}")
         with contextlib.suppress(BreakError):
@@ -96,14 +94,21 @@ def run(optimizer, firsts):
             folder = f"{broken}-{then}"
             if trainer.is_chief:
                 shutil.copytree(broken, folder, dirs_exist_ok=True)
-            models[then], losses = fit(then, optimizer, folder)
-            results["resumed"][first, then] = trained(models[then]), losses
+            model, losses = fit(then, optimizer, folder)
+            results[first, then] = trained(model), losses
+    return results
+
+
+def saved(optimizer, _):
+    """Saves models of both ways, and continues the second one in both ways."""
+    results = {"loaded": {}, "continued": {}, "kept": {}}
     for way in WAYS:
+        model, _ = fit(way, optimizer)
         path = os.path.join(out, f"{optimizer}-{way}.keras")
         if trainer.cluster:
-            trainer.save(models[way], path, delete_backup=False)
+            trainer.save(model, path)
         else:
-            models[way].save(path)  # one process has all slots
+            model.save(path)  # one process has all slots
         results["loaded"][way] = loaded(path)
     for way in WAYS:
         results["continued"][way], results["kept"][way] = continued(way, path)
@@ -111,5 +116,6 @@ def run(optimizer, firsts):
 
 
 if __name__ == "__main__":
-    *chosen, number = sys.argv[3:]
-    harness.store(out, trainer.task.index, {optimizer: run(optimizer, WAYS[: int(number)]) for optimizer in chosen})
+    part, number, *chosen = sys.argv[3:]
+    found = {optimizer: globals()[part](optimizer, WAYS[: int(number)]) for optimizer in chosen}
+    harness.store(out, trainer.task.index, found)

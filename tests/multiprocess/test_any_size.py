@@ -27,21 +27,20 @@ CASES = (
 )
 COMPRESSIONS = ("none", "bf16", "int8", "powersgd")
 TRAININGS = [f"{case}:{compression}" for compression in COMPRESSIONS for case in CASES]
-QUICK = ("cnn:none", "synchronized_normalization:none", "executions:int8", "transformer:powersgd")
+QUICK = ("executions:int8",)
+NEXT = ("cnn:none", "synchronized_normalization:none", "transformer:powersgd")
 SIX = ("cnn:none",)  # with six replicas
 # Workers, the devices of each, and how their gradients travel; one alone sends none.
-QUICK_CLUSTERS = ((2, 2, "shared_memory"), (4, 1, "grpc"))
-CLUSTERS = (*QUICK_CLUSTERS, (2, 2, "grpc"), (4, 1, "shared_memory"), (1, 4, "grpc"))
+QUICK_CLUSTER = (4, 1, "grpc")
+CLUSTERS = ((2, 2, "shared_memory"), QUICK_CLUSTER, (2, 2, "grpc"), (4, 1, "shared_memory"), (1, 4, "grpc"))
 CLUSTERS_OF_SIX = ((6, 1, "shared_memory"), (6, 1, "grpc"), (3, 2, "shared_memory"), (3, 2, "grpc"), (1, 6, "grpc"))
 
 # In `make test-all` one cluster runs a training: another one for each compression of a case, and for each case of a compression.
 EVERY = [(*cluster, training) for cluster in CLUSTERS for training in TRAININGS]
-QUICK_ONES = [
-    *((*QUICK_CLUSTERS[0], training) for training in QUICK if training != "executions:int8"),
-    (*QUICK_CLUSTERS[1], "executions:int8"),
-]
-NEXT_ONES = [(*CLUSTERS[sum(divmod(i, len(CASES))) % len(CLUSTERS)], each) for i, each in enumerate(TRAININGS)]
-FULL_ONES = [each for each in [*NEXT_ONES, (*QUICK_CLUSTERS[1], "cnn:none")] if each not in QUICK_ONES]
+QUICK_ONES = [(*QUICK_CLUSTER, training) for training in QUICK]
+NEXT_ONES = [(*CLUSTERS[0], training) for training in NEXT] + [(*QUICK_CLUSTER, "cnn:none")]
+NEXT_ONES += [(*CLUSTERS[sum(divmod(i, len(CASES))) % len(CLUSTERS)], each) for i, each in enumerate(TRAININGS)]
+FULL_ONES = [each for each in dict.fromkeys(NEXT_ONES) if each not in QUICK_ONES]
 SLOW_ONES = [each for each in EVERY if each not in {*QUICK_ONES, *FULL_ONES}]
 
 
@@ -68,8 +67,8 @@ def check_alike(runs, cluster, training, reference, group):
 @pytest.mark.parametrize(("workers", "devices", "transport", "training"), tiers.cases(EVERY, QUICK_ONES, SLOW_ONES))
 def test_four_replicas_train_to_the_same_bits_in_any_processes(runs, workers, devices, transport, training):
     compression, cluster = training.partition(":")[2], (workers, devices, transport)
-    alike = [each for each in TRAININGS if each not in QUICK and each.endswith(f":{compression}")]
-    reference = QUICK if training in QUICK else alike
+    alike = [each for each in TRAININGS if each not in (*QUICK, *NEXT) and each.endswith(f":{compression}")]
+    reference = next((group for group in (QUICK, NEXT) if training in group), alike)
     check_alike(runs, cluster, training, reference, of_one_run(reference, cluster, training))
 
 
@@ -79,10 +78,11 @@ def test_so_do_six(runs, workers, devices, transport):
     check_alike(runs, (workers, devices, transport), *SIX, SIX, SIX)
 
 
-def test_the_trainings_differ_and_learn(runs):
+@pytest.mark.parametrize("trainings", tiers.cases([[*QUICK], [*NEXT]], 1))
+def test_the_trainings_differ_and_learn(runs, trainings):
     """Or nothing here could fail."""
-    (found,) = runs("mirrored", "any_size_program", "4", *QUICK)[0]
-    for training in QUICK:
+    (found,) = runs("mirrored", "any_size_program", "4", *trainings)[0]
+    for training in trainings:
         losses = json.loads(found[training]["history"])["loss"]
         assert len(losses) == 3 and losses[-1] < losses[0] < 10, training
         hashes = [*found[training]["weights"].values(), *found[training]["optimizer"].values()]

@@ -24,6 +24,13 @@ def results(program):
     return program[0]
 
 
+@pytest.fixture(scope="module")
+def further(tmp_path_factory):
+    """What the second tier asks for."""
+    scenarios = ("further_sizes", "records", "save_files")
+    return harness.run_roles("ps_program", tmp_path_factory.mktemp("ps"), 2, *scenarios)[0]
+
+
 EPOCHS, STEPS = 3, 22  # of the digits; test_train.py trains them to 97 %
 
 
@@ -96,13 +103,15 @@ def test_evaluate_and_the_saved_model_agree(program):
     assert np.allclose(model.evaluate(*digits.load()[1], verbose=0), results["train_digits"]["evaluation"], atol=1e-6)
 
 
-def test_the_chief_writes_what_is_on_the_servers(results):
-    found = results["save_files"]
+@pytest.mark.full
+def test_the_chief_writes_what_is_on_the_servers(further):
+    found = further["save_files"]
     assert found["served"] < 1e-6 and found["restored"] == 0
 
 
-def test_the_chief_reads_records(results):
-    found = results["records"]
+@pytest.mark.full
+def test_the_chief_reads_records(further):
+    found = further["records"]
     assert found["steps"] == 10
     of_records, of_arrays = found["evaluated"]
     np.testing.assert_allclose(of_records, of_arrays, rtol=1e-5)
@@ -147,18 +156,13 @@ def test_bytes_per_server_are_those_of_the_variables(program):
 QUICK_SIZES = (1, 11, 41)
 
 
-@pytest.fixture(scope="module")
-def further_sizes(tmp_path_factory):
-    return harness.run_roles("ps_program", tmp_path_factory.mktemp("ps"), 2, "further_sizes")[0]["further_sizes"]
-
-
 @pytest.mark.parametrize("kind", ["function", "arrays or dataset"])
 @pytest.mark.parametrize("size", tiers.cases([1, 10, 11, 19, 20, 41], quick=QUICK_SIZES))
 def test_evaluate_and_predict_equal_one_process(request, size, kind):
     if size in QUICK_SIZES:
         cases = request.getfixturevalue("results")["evaluate_and_predict"]
     else:
-        cases = request.getfixturevalue("further_sizes")
+        cases = request.getfixturevalue("further")["further_sizes"]
     (found,) = (result for key, result in cases.items() if key[0] == size and key[1] in kind)
     assert np.allclose(found["evaluation"], found["expected"], rtol=0, atol=1e-6)
     assert found["predictions"].shape == found["expected_predictions"].shape == (size, 3)

@@ -8,35 +8,36 @@ QUICK = ("adam",)
 OTHERS = ("sgd", "nadam", "amsgrad", "loss_scale", "overwriting_averages")
 TRAININGS = [(workers, case) for workers in (2, 3, 1) for case in (*QUICK, *OTHERS)]  # one worker with two devices
 
-trainings = pytest.mark.parametrize(("workers", "case"), tiers.cases(TRAININGS, len(QUICK)))
+trainings = pytest.mark.parametrize(("workers", "case"), TRAININGS)
 
 
-def run(runs, workers, case):
+def run(runs, part, workers, case):
     """Returns each rank's results of a case."""
-    arguments = (case, "1" if case in QUICK else "2")
     strategy = "mirrored:2" if workers == 1 else "multi_worker_mirrored"
-    found, _ = runs(strategy, "sharded_backup_program", *arguments, size=workers)
+    ways = "1" if case in QUICK else "2"
+    found, _ = runs(strategy, "sharded_backup_program", part, ways, case, size=workers)
     return [results[case] for results in found]
 
 
-@trainings
+@pytest.mark.parametrize(("workers", "case"), tiers.cases(TRAININGS, len(QUICK)))
 def test_a_training_resumed_in_either_way_has_the_same_bits(runs, workers, case):
-    for results in run(runs, workers, case):
-        undisturbed = results["resumed"]["whole"]
-        assert len(undisturbed[1]) == 3
-        assert len(results["resumed"]) >= 3
-        for ways, trained in results["resumed"].items():
-            assert trained == undisturbed, ways
+    for resumed in run(runs, "resumed", workers, case):
+        assert len(resumed["whole"][1]) == 3
+        assert len(resumed) >= 3
+        for ways, trained in resumed.items():
+            assert trained == resumed["whole"], ways
 
 
+@pytest.mark.full
 @trainings
 def test_plain_keras_continues_from_a_saved_model(runs, workers, case):
-    for results in run(runs, workers, case):
+    for results in run(runs, "saved", workers, case):
         assert results["loaded"]["sharded"] == results["loaded"]["whole"]
 
 
+@pytest.mark.full
 @trainings
 def test_a_saved_model_continues_with_split_slots(runs, workers, case):
-    for results in run(runs, workers, case):
+    for results in run(runs, "saved", workers, case):
         assert results["continued"]["sharded"] == results["continued"]["whole"]
         assert results["kept"]["sharded"] < results["kept"]["whole"]

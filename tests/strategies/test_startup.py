@@ -88,7 +88,8 @@ def test_a_strategy_that_comes_too_late_names_the_place_and_where_to_go(tmp_path
     assert line in message
 
 
-@pytest.mark.parametrize(("environ", "threads"), tiers.cases([({}, 2), ({"TF_NUM_INTEROP_THREADS": "1"}, 0)], quick=1))
+@pytest.mark.full
+@pytest.mark.parametrize(("environ", "threads"), [({}, 2), ({"TF_NUM_INTEROP_THREADS": "1"}, 0)])
 def test_on_one_core_operations_run_beside_each_other(environ, threads):
     cluster = local_cluster(1)
     script = """
@@ -130,6 +131,7 @@ def test_another_framework_below_keras_is_said_before_keras_is_loaded(tmp_path, 
     assert done.stderr.rstrip().endswith("jax: set KERAS_BACKEND=tensorflow before Keras is imported.")
 
 
+@pytest.mark.full
 def test_a_pydataset_on_devices_logs_no_line_of_a_dataset_that_is_not_optimized():
     script = """
 import keras, numpy as np, tfdist

@@ -13,6 +13,7 @@ COMMAND = [sys.executable, "-m", "tools.gpu_check"]
 GIVEN = {"cwd": ROOT, "env": {**os.environ, "CUDA_VISIBLE_DEVICES": ""}, "text": True, "stdout": subprocess.PIPE}
 
 
+@pytest.mark.full
 def test_without_gpus_it_says_so():
     done = subprocess.run(COMMAND, timeout=120, **GIVEN)
     assert done.returncode == 2

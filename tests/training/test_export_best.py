@@ -122,7 +122,8 @@ def test_the_best_epochs_weights_are_served_and_the_training_is_the_same(trainer
 
 
 # Just after an export that no backup knows of; long after the best.
-@pytest.mark.parametrize("interrupted", tiers.cases([1, 3], quick=1))
+@pytest.mark.full
+@pytest.mark.parametrize("interrupted", [1, 3])
 def test_a_training_that_goes_on_remembers_the_best(trainer, new_model, tmp_path, interrupted):
     best, backup = tmp_path / "best", {"backup_dir": tmp_path / "backup", "config": {}}
     with pytest.raises(Interrupted):

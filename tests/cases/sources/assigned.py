@@ -61,6 +61,18 @@ def fit(model, batch_size=6, epochs=1, **more):
     model.fit(ROWS, ROWS, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **more)
 
 
+@case(MIRRORED, WORKERS, SERVERS, full=(MIRRORED, SERVERS))
+def gradients_through_the_whole_batch_are_those_of_one_device(world):
+    pairs = {}
+    for batch_size in (6, 22):
+        right = times_mean_on_one_device([ROWS[i : i + batch_size] for i in range(0, 23, batch_size)])
+        for kind in (keras.Model, OwnStep, WholeStep):
+            data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).batch(batch_size)
+            model = times_mean(world, kind, data)
+            pairs[f"{kind.__name__} {batch_size}"] = model.get_weights()[0], right
+    return pairs
+
+
 @case(MIRRORED, WORKERS, SERVERS, full=())
 def declared_weights_hold_what_they_say(world):
     model, layer = declared(world)
@@ -365,18 +377,6 @@ def times_mean_on_one_device(batches, rate=2e-5):
         z, m = w * x, (w * x).mean()
         w -= rate * np.mean(2 * (z * m - x) * (x * m + z * x.mean()))
     return np.array([[w]])
-
-
-@case(MIRRORED, WORKERS, SERVERS, full=())
-def gradients_through_the_whole_batch_are_those_of_one_device(world):
-    pairs = {}
-    for batch_size in (6, 22):
-        right = times_mean_on_one_device([ROWS[i : i + batch_size] for i in range(0, 23, batch_size)])
-        for kind in (keras.Model, OwnStep, WholeStep):
-            data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).batch(batch_size)
-            model = times_mean(world, kind, data)
-            pairs[f"{kind.__name__} {batch_size}"] = model.get_weights()[0], right
-    return pairs
 
 
 @case()

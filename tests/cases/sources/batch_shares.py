@@ -68,7 +68,7 @@ def descend_together(optimizer, epochs):
     return weights
 
 
-@case(WORKERS, THREE_WORKERS)
+@case(WORKERS, THREE_WORKERS, full=(THREE_WORKERS,))
 def unequal_parts_train_what_a_plain_loop_does(world):
     numbers = [7, 3, 2][: world.workers]
     seen = {}
