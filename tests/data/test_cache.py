@@ -22,7 +22,7 @@ from tfdist.errors import ConfigError, DataError
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch, tmp_path):
-    monkeypatch.setattr(row_source, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(row_source, "BLOCK_ROWS", 4)
     npy(tmp_path, 9)
 
 
@@ -144,7 +144,7 @@ def test_the_key_is_the_same_in_another_process(tmp_path, monkeypatch):
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "PYTHONHASHSEED": "0"}
     subprocess.run([sys.executable, program, "0", *arguments], env=environ, check=True, timeout=120)
     assert len(keys(tmp_path / "cache")) == 1
-    monkeypatch.setattr(row_source, "_BLOCK_ROWS", 1 << 12)  # as in that process
+    monkeypatch.setattr(row_source, "BLOCK_ROWS", 1 << 12)  # as in that process
     monkeypatch.setattr(sys, "argv", [str(program), "3", *arguments])
     runpy.run_path(str(program))
     assert len(keys(tmp_path / "cache")) == 1
@@ -343,7 +343,7 @@ def test_one_process_converts_the_others_wait_and_a_conversion_that_is_killed_is
 
 def test_the_wait_for_another_process_is_bounded(tmp_path, monkeypatch):
     stored = opened(tmp_path, tmp_path / "cache")
-    monkeypatch.setattr(conversion, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(conversion, "WAIT_SECONDS", 0.0)
     path = tmp_path / "cache" / f"tfdist-{os.geteuid()}" / ".lock"
     with conversion._locked(str(path)), pytest.raises(DataError, match=f"Another process holds the lock {path}"):
         stored.dataset()

@@ -74,7 +74,7 @@ def test_records_are_those_of_a_plain_reader(tmp_path_factory, files, size, bloc
         if index == 0 and len(records) == 1 and damage == "header" and places:
             kept = []  # not a TFRecord file
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_source, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(row_source, "BLOCK_BYTES", block_bytes)
         if not kept:
             with pytest.raises(ConfigError, match=r"no records|is not a TFRecord file"):
                 data.records_from(folder, lambda r: r, on_corrupt="skip")

@@ -31,7 +31,7 @@ from tfdist.runtime.report import phase
 _READS = 4  # blocks that are converted at once
 _OF_FREE_SPACE = 0.9
 _OF_FREE_MEMORY = 0.5
-_WAIT_SECONDS = 6 * 3600.0  # for the conversion of another process
+WAIT_SECONDS = 6 * 3600.0  # for the conversion of another process
 _IDENTITY = "identity.json"
 _CHECKSUMS = "checksums.npy"
 _PARTIAL = ".partial"
@@ -364,7 +364,7 @@ def _free_space(place: str) -> float:
 def _locked(path: str) -> Iterator[None]:
     """Lets one process of this machine at a time run the context. Raises DataError if the wait exceeds its limit."""
     with _open_own(path, os.O_RDWR | os.O_CREAT) as file:
-        ends = time.monotonic() + _WAIT_SECONDS
+        ends = time.monotonic() + WAIT_SECONDS
         waits = False
         # A call that blocks would have no limit and could not say what it waits for.
         while True:
@@ -377,7 +377,7 @@ def _locked(path: str) -> Iterator[None]:
                 waits = True
             if time.monotonic() > ends:
                 raise DataError(
-                    f"Another process holds the lock {path} for more than {_WAIT_SECONDS / 3600:g} hours. End it (`fuser {path}` shows it), "
+                    f"Another process holds the lock {path} for more than {WAIT_SECONDS / 3600:g} hours. End it (`fuser {path}` shows it), "
                     "or choose another cache."
                 )
             time.sleep(0.1)

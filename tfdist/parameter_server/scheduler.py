@@ -40,7 +40,7 @@ _LOST_AFTER = 0.5
 _LONG = 30.0
 _REPORT_EVERY = 10.0
 # Seconds without any worker after which the training ends.
-_NO_WORKER_TIMEOUT = preflight.START_TIMEOUT
+NO_WORKER_TIMEOUT = preflight.START_TIMEOUT
 
 
 class Scheduler:
@@ -194,7 +194,7 @@ class Scheduler:
         if busy or not absent:
             return
         # While one worker is missing, TensorFlow does not reconnect another one either.
-        if waited > _NO_WORKER_TIMEOUT:
+        if waited > NO_WORKER_TIMEOUT:
             raise ClusterError(
                 f"No worker has worked for {waited:.0f} s: {reachability.format_tasks(self._spec, absent)}."
             )

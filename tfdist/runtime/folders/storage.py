@@ -36,7 +36,7 @@ _PASSWORD = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s@'\"]*(?=@)")  # secrets contai
 _QUERY = re.compile(r"(://[^\s?'\"]*)\?[^\s'\"]+")
 _NO_CREDENTIALS = re.compile("Credentials|TokenRetrieval|SSOToken|ProfileNotFound|RefreshError")  # in a type's name
 _UNSUPPORTED = (NotImplementedError, TypeError, ValueError, AttributeError, ImportError)
-_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds between attempts
+PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 _LARGEST = 1 << 40
 
 T = TypeVar("T")
@@ -233,7 +233,7 @@ def with_retries(
     Raises:
         PassingError: The last attempt failed, too; or another type of `passing`.
     """
-    pauses = _PAUSES if pauses is None else pauses
+    pauses = PAUSES if pauses is None else pauses
     for number, pause in enumerate(pauses):
         try:
             return work()
