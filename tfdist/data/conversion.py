@@ -341,7 +341,7 @@ def _make_space(place: str, needed: int) -> float:
         key=lambda entry: entry.stat().st_mtime,
     )
     for entry in caches:
-        if needed <= _free_space(place):
+        if needed <= free_space(place):
             break
         # Rows in use hold a shared lock (`_read`).
         lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -353,10 +353,11 @@ def _make_space(place: str, needed: int) -> float:
             pass
         finally:
             os.close(lock)
-    return _free_space(place)
+    return free_space(place)
 
 
-def _free_space(place: str) -> float:
+def free_space(place: str) -> float:
+    """Returns the bytes that caches may take in a folder: a part of what is free there."""
     return shutil.disk_usage(place).free * _OF_FREE_SPACE
 
 

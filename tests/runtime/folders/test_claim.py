@@ -83,7 +83,7 @@ def test_of_two_runs_at_a_url_the_one_that_began_later_owns_it(monkeypatch):
     first.take()
     first.check()
     with monkeypatch.context() as later:
-        later.setattr(claim, "_this_run", ELSEWHERE)
+        later.setattr(claim, "this_run", lambda: ELSEWHERE)
         second.lock()
         second.take()
     with pytest.raises(ConfigError, match="was taken over by a newer run: process 1 on elsewhere "):
@@ -91,6 +91,6 @@ def test_of_two_runs_at_a_url_the_one_that_began_later_owns_it(monkeypatch):
     first.release()
     assert second.owner() == ELSEWHERE
     with monkeypatch.context() as later:
-        later.setattr(claim, "_this_run", ELSEWHERE)
+        later.setattr(claim, "this_run", lambda: ELSEWHERE)
         second.release()
     assert second.owner() is None
