@@ -1,14 +1,18 @@
-"""Only `tfdist/compat` names what is private in Keras and TensorFlow, looks at callers' frames, or swaps an object's class."""
+"""Only `tfdist/compat` names what is private in Keras and TensorFlow, looks at callers' frames, or swaps an object's class.
+
+And no test names what is private in tfdist.
+"""
 
 from __future__ import annotations
 
 import ast
+import contextlib
 import re
 from collections.abc import Iterator
 
 import pytest
 
-from tests.architecture.sources import MODULES, PACKAGE, name, tree
+from tests.architecture.sources import MODULES, PACKAGE, ROOT, name, tree
 
 COMPAT = PACKAGE / "compat"
 OUTSIDE = [path for path in MODULES.values() if COMPAT not in path.parents]
@@ -19,6 +23,17 @@ PYTHON = {"os._exit", "sys._current_frames", "atexit._run_exitfuncs", "runpy._ru
 NAMED_TUPLES = {"_replace", "_fields", "_asdict", "_make"}
 FRAMES = {"f_back", "f_code", "f_globals", "f_locals"}
 ATTRIBUTE_FUNCTIONS = {"getattr", "setattr", "hasattr", "delattr"}
+_IMPORT = re.compile(r"\b(from|import) tfdist\b")
+# Private in Keras and TensorFlow, where tests need them; tfdist has attributes of the same names.
+FOREIGN_IN_TESTS = {
+    "EXTENDED._get_variable_creator_initial_value",
+    "distributed._iterators",
+    "eager_context._context",
+    "eager_context.context()._seed",
+    "inner._learning_rate",
+    "v._value",
+    "variable._value",
+}
 
 
 def is_private(name: str) -> bool:
@@ -37,6 +52,11 @@ def defined_names(module: ast.AST) -> set[str]:
         elif isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Store) and _is_own(node.value):
             names.add(node.attr)
     return {name for name in names if is_private(name)}
+
+
+def names_of_tfdist() -> set[str]:
+    """Returns the private names that the modules of tfdist define."""
+    return set().union(*(defined_names(tree(path)) for path in MODULES.values())) - NAMED_TUPLES
 
 
 def named_in_compat() -> set[str]:
@@ -115,7 +135,7 @@ def _in_private_package(name: str) -> bool:
 
 
 def test_no_file_but_those_of_compat_names_what_is_private():
-    own = set().union(*(defined_names(tree(path)) for path in MODULES.values()))
+    own = names_of_tfdist()
     foreign = named_in_compat()
     found = [
         f"{name(path)}:{line}: {private}" for path in OUTSIDE for line, private in findings(tree(path), own, foreign)
@@ -191,3 +211,59 @@ def test_no_c_function_is_given_an_object_of_tensorflow():
     }
     assert users, "this test looks for nothing"
     assert all(each.startswith(("tfdist/runtime/", "tfdist/launch/")) for each in users)
+
+
+def uses_of_tfdist(module: ast.AST, own: set[str]) -> Iterator[tuple[int, str]]:
+    """Yields (line, what is named) for each private name of tfdist that a test uses, also in a program in a string.
+
+    Args:
+        module: The test's syntax tree.
+        own: The private names that tfdist defines. Those that the test defines itself may be its own.
+    """
+    own = own - defined_names(module)
+    for node in ast.walk(module):
+        if isinstance(node, ast.ImportFrom) and (node.module or "").split(".")[0] == "tfdist":
+            yield from ((node.lineno, f"{node.module}.{alias.name}") for alias in node.names if alias.name in own)
+        elif isinstance(node, ast.Attribute) and node.attr in own and not _is_own(node.value):
+            if ast.unparse(node) not in FOREIGN_IN_TESTS:
+                yield node.lineno, ast.unparse(node)
+        elif isinstance(node, ast.Call) and ast.unparse(node.func).rpartition(".")[2] in ATTRIBUTE_FUNCTIONS:
+            names = [each.value for each in node.args[1:2] if isinstance(each, ast.Constant)]
+            yield from ((node.lineno, f'"{name}"') for name in names if name in own)
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str) and _IMPORT.search(node.value):
+            with contextlib.suppress(SyntaxError):
+                yield from ((node.lineno, what) for _, what in uses_of_tfdist(ast.parse(node.value), own))
+
+
+def test_no_test_uses_what_is_private_in_tfdist():
+    own = names_of_tfdist()
+    found = [
+        f"{name(path)}:{line}: {private}"
+        for path in sorted((ROOT / "tests").rglob("*.py"))
+        for line, private in uses_of_tfdist(tree(path), own)
+    ]
+    assert not found, (
+        "private names of tfdist in tests:\n  "
+        + "\n  ".join(found)
+        + "\nTest what a caller sees, or make the name public if it has a contract of its own."
+    )
+
+
+@pytest.mark.parametrize(
+    ("source", "expected"),
+    [
+        ("from tfdist.data import _hidden", ["tfdist.data._hidden"]),
+        ("source._hidden", ["source._hidden"]),
+        ("source.made()._hidden = 3", ["source.made()._hidden"]),
+        ("monkeypatch.setattr(source, '_hidden', 3)", ['"_hidden"']),
+        ("getattr(source, '_hidden')", ['"_hidden"']),
+        ("PROGRAM = 'from tfdist.data import source; source._hidden = 3'", ["source._hidden"]),
+        ("self._hidden = other._hidden", []),  # the test's own
+        ("super()._hidden()", []),
+        ("variable._value", []),  # Keras'
+        ("setattr(source, 'limit', '_hidden')", []),
+        ("'a text that says import tfdist and _hidden'", []),
+    ],
+)
+def test_the_search_finds_what_tests_use(source, expected):
+    assert [what for _, what in uses_of_tfdist(ast.parse(source), {"_hidden", "_value"})] == expected

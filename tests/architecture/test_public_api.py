@@ -129,7 +129,7 @@ def test_no_module_uses_a_private_name_of_another_package():
         ("from tfdist.errors import ConfigError, _one_line as line", {("tfdist.errors", "_one_line")}),
         ("from tfdist import errors\nerrors._one_line('')", {("tfdist.errors", "_one_line")}),
         ("def f():\n    from tfdist import errors as e\n    e._one_line('')", {("tfdist.errors", "_one_line")}),
-        ("from tfdist.errors import ConfigError\nConfigError._faults", set()),
+        ("from tfdist.errors import ConfigError\nConfigError._hidden", set()),
         ("from os import _exit", set()),
     ],
 )

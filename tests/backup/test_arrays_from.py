@@ -62,7 +62,7 @@ def reused(mirrored):
 
 @pytest.mark.parametrize("kind", SOURCES)
 def test_an_interrupted_training_resumes_to_the_bit(files, reused, mirrored, tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(row_source, "_BLOCK_ROWS", 10)
+    monkeypatch.setattr(row_source, "BLOCK_ROWS", 10)
 
     def train(backups, *callbacks):
         trainer = tfdist.Trainer(mirrored, backup=tfdist.BackupAndRestore(tmp_path / backups, 3))

@@ -657,7 +657,7 @@ def test_the_only_backup_is_not_written_over(trainer, tmp_path, monkeypatch):
 
 def test_each_fit_finds_its_own_backups_though_others_are_deleted(trainer, tmp_path):
     for attempt in range(2):
-        callback._saved_fits.clear()  # as in another process
+        callback.saved_fits.clear()  # as in another process
         trainer = tfdist.Trainer(trainer.strategy, backup_dir=tmp_path / "backup")
         model = fit_line(trainer)
         trainer.save(model, tmp_path / "first.keras")
@@ -671,7 +671,7 @@ def test_each_fit_finds_its_own_backups_though_others_are_deleted(trainer, tmp_p
 
 def test_trainings_one_after_the_other_in_one_folder_do_not_resume_from_each_other(trainer, tmp_path):
     for attempt in range(2):
-        callback._saved_fits.clear()  # as in another process
+        callback.saved_fits.clear()  # as in another process
         first, second = Interrupt(), Interrupt(step=None if attempt else STEPS + 1)
         trainer.save(fit_line(trainer, backup(tmp_path, "epoch"), first), tmp_path / "model.keras")
         with contextlib.suppress(Interrupted):
@@ -712,7 +712,8 @@ class Second(keras.callbacks.Callback):
     def on_train_batch_end(self, batch, logs=None):
         self.steps += 1
         if self.steps == STEPS - 1:
-            self.monkeypatch.setattr(claim, "_this_run", "process 1 on elsewhere (1), begun at 1.0")
+            elsewhere = "process 1 on elsewhere (1), begun at 1.0"
+            self.monkeypatch.setattr(claim, "this_run", lambda: elsewhere)
             Claim(str(self.folder), "backup_dir").take()
             self.monkeypatch.undo()
 

@@ -222,6 +222,6 @@ def test_nothing_is_removed_through_a_link(tmp_path):
 def test_only_what_a_callback_remembers_is_restored(tmp_path):
     checkpoint = keras.callbacks.ModelCheckpoint(tmp_path / "model.keras")
     forged = {"best": 0.25, "filepath": "/elsewhere.keras", "on_epoch_end": None, "state_dict": {"filepath": "x"}}
-    assert state._set_state(checkpoint, forged) == {"ModelCheckpoint.filepath", "ModelCheckpoint.on_epoch_end"}
+    assert state.set_callback_state(checkpoint, forged) == {"ModelCheckpoint.filepath", "ModelCheckpoint.on_epoch_end"}
     assert checkpoint.best == 0.25 and checkpoint.filepath == str(tmp_path / "model.keras")
     assert callable(checkpoint.on_epoch_end)

@@ -243,7 +243,7 @@ def test_the_manifest_waits_for_all_parts(tmp_path):
 
 
 def test_a_part_that_does_not_come_is_named(tmp_path, monkeypatch):
-    monkeypatch.setattr(storage_lib, "_PARTS_TIMEOUT", 0.1)
+    monkeypatch.setattr(storage_lib, "PARTS_TIMEOUT", 0.1)
     chief = Storage(str(tmp_path), 0, 2)
     for part in (part_of(chief.rank), SHARED):
         chief.write_part(SEVEN, part, {"x": np.zeros(3)})

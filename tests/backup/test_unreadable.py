@@ -20,8 +20,8 @@ from tfdist.runtime.report import progress
 
 @pytest.fixture
 def folder(monkeypatch):
-    monkeypatch.setattr(search, "_PATIENCE", 0.3)
-    monkeypatch.setattr(search, "_RETRY_EVERY", 0.05)
+    monkeypatch.setattr(search, "PATIENCE", 0.3)
+    monkeypatch.setattr(search, "RETRY_EVERY", 0.05)
     with open_folder() as made, unprivileged():
         yield made
 
@@ -58,7 +58,7 @@ def test_an_older_one_is_not_removed_either(folder):
 
 
 def test_one_that_cannot_be_read_for_a_moment_is_used(folder, monkeypatch, capsys):
-    monkeypatch.setattr(search, "_PATIENCE", 60.0)
+    monkeypatch.setattr(search, "PATIENCE", 60.0)
     write(folder, 7)
     write(folder, 14)
     path = folder / "step-14" / "shared.data-00000-of-00001"

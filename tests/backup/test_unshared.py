@@ -20,8 +20,8 @@ def test_tensors_of_all_types_arrive_as_they_were():
         "read text": b"{}",  # as a checkpoint's reader returns a text
     }
     values = {"format": 2, "about": {"x": [None, 0.1]}}
-    content = np.concatenate(unshared._pack(values, tensors))
-    received_values, received = unshared._unpack(content)
+    content = np.concatenate(unshared.pack(values, tensors))
+    received_values, received = unshared.unpack(content)
     assert received_values == values and list(received) == list(tensors)
     for name, tensor in tensors.items():
         expected = np.asarray(tensor)

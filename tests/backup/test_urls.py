@@ -26,8 +26,8 @@ def temporary(tmp_path, monkeypatch):
     folder = tmp_path / "temporary"
     folder.mkdir()
     monkeypatch.setattr(tempfile, "tempdir", str(folder))
-    monkeypatch.setattr(urls, "_PAUSES", (0.01, 0.01))
-    monkeypatch.setattr(search, "_PATIENCE", 0.1)
+    monkeypatch.setattr(urls, "PAUSES", (0.01, 0.01))
+    monkeypatch.setattr(search, "PATIENCE", 0.1)
     yield folder
     assert os.listdir(folder) == []
 

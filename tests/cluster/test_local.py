@@ -55,7 +55,7 @@ def link(folder):
     "squat", [of_another_user, link, lambda folder: folder.mkdir() or folder.chmod(0o777), pathlib.Path.touch]
 )
 def test_a_strangers_folder_in_place_of_the_users_is_not_used(tmp_path, monkeypatch, squat):
-    monkeypatch.setattr(temporary, "_OF_ALL_PROCESSES", str(tmp_path))
+    monkeypatch.setattr(temporary, "OF_ALL_PROCESSES", str(tmp_path))
     folder = tmp_path / f".tfdist-{os.geteuid()}"
     squat(folder)
     assert temporary.user_folder() is None

@@ -54,7 +54,7 @@ def connected(folder, size, seconds=SECONDS, store=open_store):
 
 
 def stream(transport, peer):
-    return transport._streams.of[peer]
+    return transport.streams.of[peer]
 
 
 @pytest.mark.parametrize("size", tiers.cases([2, 3, 4, 8], quick=[2, 3]))

@@ -124,7 +124,7 @@ def test_it_runs_eagerly_in_conditions_in_loops_and_on_replicas(counted):
 
 
 def test_without_xla_operations_are_ordinary(counted, monkeypatch):
-    monkeypatch.setattr(compiled, "_has_xla", lambda: False)
+    monkeypatch.setattr(compiled, "has_xla", lambda: False)
     np.testing.assert_array_equal(compiled.compiled(double)(tf.ones([8, 4])), np.full([8, 4], 2))
     assert not counted
 

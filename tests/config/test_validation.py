@@ -110,7 +110,7 @@ def test_an_attribute_that_is_no_field_is_a_misspelt_field():
     checked.epoch = 3
     checked.optimizer.bta_1 = 0.9
     checked.task_options.filter = 3
-    checked.strategy._note = "is nobody's business"
+    checked.strategy._memo = "is nobody's business"
     found = faults(checked)
     assert len(found) == 3
     assert found[0].startswith("config.epoch: unknown config field 'epoch'; did you mean 'epochs'? Known: task, ")

@@ -11,7 +11,7 @@ import tfdist.data
 from tfdist.data import row_source
 
 pattern, cache, proceed = sys.argv[1:]
-row_source._BLOCK_ROWS = 4
+row_source.BLOCK_ROWS = 4
 stored = tfdist.data.arrays_from(pattern, 4, map=lambda x, y: (x * 2, y), cache=cache)
 read, counts = stored.source.read, []
 

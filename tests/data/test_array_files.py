@@ -13,7 +13,7 @@ from tfdist.data import array_files
 @pytest.mark.parametrize("kind", ["npy", "npz"])
 @pytest.mark.parametrize("long_row", [0, 10**6])
 def test_short_and_long_rows_of_several_shards_are_gathered(tmp_path, monkeypatch, kind, long_row):
-    monkeypatch.setattr(array_files, "_LONG_ROW", long_row)
+    monkeypatch.setattr(array_files, "LONG_ROW", long_row)
     WRITERS[kind](tmp_path, 5, 5, 9)
     x, y = rows(opened(kind, tmp_path).dataset())
     assert sorted(y) == list(Y)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
+import pathlib
 import resource
 import runpy
 import subprocess
@@ -22,7 +24,7 @@ from tfdist.errors import ConfigError, DataError
 
 @pytest.fixture(autouse=True)
 def _small_blocks(monkeypatch, tmp_path):
-    monkeypatch.setattr(row_source, "_BLOCK_ROWS", 4)
+    monkeypatch.setattr(row_source, "BLOCK_ROWS", 4)
     npy(tmp_path, 9)
 
 
@@ -144,7 +146,7 @@ def test_the_key_is_the_same_in_another_process(tmp_path, monkeypatch):
     environ = {**os.environ, "PYTHONPATH": str(harness.ROOT), "PYTHONHASHSEED": "0"}
     subprocess.run([sys.executable, program, "0", *arguments], env=environ, check=True, timeout=120)
     assert len(keys(tmp_path / "cache")) == 1
-    monkeypatch.setattr(row_source, "_BLOCK_ROWS", 1 << 12)  # as in that process
+    monkeypatch.setattr(row_source, "BLOCK_ROWS", 1 << 12)  # as in that process
     monkeypatch.setattr(sys, "argv", [str(program), "3", *arguments])
     runpy.run_path(str(program))
     assert len(keys(tmp_path / "cache")) == 1
@@ -193,10 +195,21 @@ def test_a_damaged_row_is_one_error_and_the_next_start_converts_again(tmp_path):
 def test_damage_in_memory_is_one_error_and_removes_no_file(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "identity.json").touch()
+    memory, create = [], os.memfd_create
+
+    def created(*given):
+        descriptor = create(*given)
+        memory.append(os.dup(descriptor))
+        return descriptor
+
+    monkeypatch.setattr(os, "memfd_create", created)
     stored = opened(tmp_path, "memory")
-    stored._conversion.rows._checksums[0] += 1
+    stored.dataset()
+    change(pathlib.Path(f"/proc/self/fd/{memory[0]}"))
     with pytest.raises(DataError, match="cache in memory is damaged"), row_source.explaining_reads():
         epochs(stored)
+    for descriptor in memory:
+        os.close(descriptor)
     assert (tmp_path / "identity.json").exists()
 
 
@@ -259,7 +272,7 @@ def test_old_caches_that_no_process_uses_are_removed_the_least_recently_used_fir
             os.utime(folder, (folder.stat().st_mtime - 10,) * 2)
         return stored, {folder.name for folder in keys(tmp_path / "cache")}
 
-    monkeypatch.setattr(conversion, "_free_space", lambda place: 2100 - used())  # space for two
+    monkeypatch.setattr(conversion, "free_space", lambda place: 2100 - used())  # space for two
     _, first = store(1.0)
     _, both = store(2.0)
     assert len(both) == 2
@@ -343,7 +356,9 @@ def test_one_process_converts_the_others_wait_and_a_conversion_that_is_killed_is
 
 def test_the_wait_for_another_process_is_bounded(tmp_path, monkeypatch):
     stored = opened(tmp_path, tmp_path / "cache")
-    monkeypatch.setattr(conversion, "_WAIT_SECONDS", 0.0)
+    monkeypatch.setattr(conversion, "WAIT_SECONDS", 0.0)
     path = tmp_path / "cache" / f"tfdist-{os.geteuid()}" / ".lock"
-    with conversion._locked(str(path)), pytest.raises(DataError, match=f"Another process holds the lock {path}"):
-        stored.dataset()
+    with open(path, "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        with pytest.raises(DataError, match=f"Another process holds the lock {path}"):
+            stored.dataset()

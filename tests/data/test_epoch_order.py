@@ -85,4 +85,4 @@ def test_parts_are_even_and_in_order(size, replicas):
 
 @pytest.mark.parametrize("size", [0, 1, 5])
 def test_a_permutation_has_each_number_once(size):
-    assert sorted(epoch_order._permutation(size, "key")) == list(range(size))
+    assert sorted(epoch_order.permutation(size, "key")) == list(range(size))

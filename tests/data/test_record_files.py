@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import concurrent.futures
+import errno
+import os
 import struct
-import types
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import strategies as st
 
 from tests.data.formats import N, X, parse_all, parse_one, rows, tfrecord, write_records
 from tfdist import data
-from tfdist.data import row_source
+from tfdist.data import record_files, row_source
 from tfdist.errors import ConfigError, DataError
 
 
@@ -74,7 +75,7 @@ def test_records_are_those_of_a_plain_reader(tmp_path_factory, files, size, bloc
         if index == 0 and len(records) == 1 and damage == "header" and places:
             kept = []  # not a TFRecord file
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(row_source, "_BLOCK_BYTES", block_bytes)
+        patch.setattr(row_source, "BLOCK_BYTES", block_bytes)
         if not kept:
             with pytest.raises(ConfigError, match=r"no records|is not a TFRecord file"):
                 data.records_from(folder, lambda r: r, on_corrupt="skip")
@@ -99,11 +100,14 @@ def test_damaged_records_are_skipped_with_one_warning(tmp_path, caplog, place, w
     assert f"skipped damaged records: 2 of 14 in {path}; the first, at byte {found[4]:,}, {why}" in record.getMessage()
 
 
-def test_an_error_of_the_system_names_the_file_and_the_position(tmp_path):
+def test_an_error_of_the_system_names_the_file_and_the_position(tmp_path, monkeypatch):
+    def fails(*_):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
     tfrecord(tmp_path)
     stored = data.records_from(tmp_path, parse_one)
-    stored.source._open = lambda path: types.SimpleNamespace(descriptor=-1)
-    message = r"part-0.tfrecord cannot be read at byte \d+: Bad file descriptor. Check"
+    monkeypatch.setattr(os, "pread", fails)
+    message = r"part-0.tfrecord cannot be read at byte \d+: Input/output error. Check"
     with pytest.raises(DataError, match=message), data.row_source.explaining_reads():
         labels(stored)
 
@@ -119,8 +123,9 @@ def test_a_damaged_record_is_an_error_when_it_is_read(tmp_path):
         labels(stored)
 
 
-def test_threads_that_open_a_file_at_once_read_its_records(tmp_path):
-    tfrecord(tmp_path)
+def test_threads_that_open_a_file_at_once_read_its_records(tmp_path, monkeypatch):
+    monkeypatch.setattr(record_files, "MOST_OPEN", 1)  # so that threads keep opening files
+    tfrecord(tmp_path, 12)
     source = data.records_from(tmp_path, parse_one, 1).source
 
     def read(row):
@@ -129,5 +134,4 @@ def test_threads_that_open_a_file_at_once_read_its_records(tmp_path):
     expected = [read(row) for row in range(N)]
     with concurrent.futures.ThreadPoolExecutor(8) as threads:
         for _ in range(200):
-            source._open.cache_clear()
             assert [*threads.map(read, range(N))] == expected

@@ -41,7 +41,7 @@ def stored(kind, folder, *options, **more):
 class TestRowSource:
     @pytest.mark.parametrize("shards", tiers.cases(SHARDS, quick=1))
     def test_each_row_is_once_in_an_epoch(self, tmp_path, monkeypatch, kind, shards):
-        monkeypatch.setattr(row_source, "_BLOCK_ROWS", 4)
+        monkeypatch.setattr(row_source, "BLOCK_ROWS", 4)
         WRITERS.get(kind, npy)(tmp_path, *shards)
         found = stored(kind, tmp_path)
         assert (found.num_examples, found.steps_per_epoch) == (N, 6)
@@ -101,7 +101,7 @@ def test_parts_are_those_of_the_global_batches(folder, kind, size, workers, loca
 
 
 @pytest.mark.parametrize(
-    ("kind", "module", "limit"), [("npy", array_files, "_MOST_MAPS"), ("tfrecord", record_files, "_MOST_OPEN")]
+    ("kind", "module", "limit"), [("npy", array_files, "MOST_MAPS"), ("tfrecord", record_files, "MOST_OPEN")]
 )
 def test_more_files_than_may_be_open(tmp_path, monkeypatch, kind, module, limit):
     monkeypatch.setattr(module, limit, 2)

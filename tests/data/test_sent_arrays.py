@@ -15,7 +15,7 @@ from tfdist.parameter_server import worker_dataset
 
 def traced_dataset(function, pipelines=2):
     made = worker_dataset.WorkerDataset(function, pipelines)
-    return made, [made._traced.get(number) or made._trace(number) for number in range(pipelines)]
+    return made, [made.trace(number) for number in range(pipelines)]
 
 
 def test_arrays_are_given_to_a_traced_function_and_not_held_by_its_graph():

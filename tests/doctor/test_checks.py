@@ -240,7 +240,7 @@ def test_versions(tmp_path, monkeypatch):
 )
 def test_visible_gpus(tmp_path, monkeypatch, chosen, present, level, value):
     """A program takes the place of nvidia-smi, as it prints on a machine with GPUs."""
-    monkeypatch.setattr(devices, "_DRIVER", tmp_path / "no driver")
+    monkeypatch.setattr(devices, "DRIVER", tmp_path / "no driver")
     program = tmp_path / "nvidia-smi"
     lines = "\n".join(f"echo 'GPU {i}: NVIDIA A100 (UUID: GPU-{i})'" for i in range(present))
     program.write_text(f"#!/bin/sh\n{lines}\n")

@@ -21,7 +21,7 @@ from tfdist.launch.options import Options
 from tfdist.launch.process import Failure
 
 # A busy machine may keep a task waiting for longer than the 2 s that it has after Ctrl-C.
-PATIENT = "from tfdist.launch import launcher; launcher._AFTER_INTERRUPT = 20.0"
+PATIENT = "from tfdist.launch import launcher; launcher.AFTER_INTERRUPT = 20.0"
 CHILD = "import sys, time; time.sleep(300)"
 
 

@@ -80,7 +80,7 @@ def test_a_stopped_reader_is_waited_for_a_bounded_time_at_the_end(job: Job):
 @pytest.mark.full
 def test_a_slow_reader_gets_everything(job: Job):
     # It takes longer in all than the launcher waits for a reader that takes nothing: 8 s here, as a busy machine stops this one, too.
-    patient = "from tfdist.launch import output; output._LAST_WAIT = 8.0"
+    patient = "from tfdist.launch import output; output.LAST_WAIT = 8.0"
     process = job.start("for number in range(3000): print(number, 'x' * 94)", stdout=subprocess.PIPE, before=patient)
     shown = b""
     with process.stdout:

@@ -215,7 +215,7 @@ def test_the_spare_imports_what_the_text_of_a_command_imports(tmp_path, monkeypa
     (tmp_path / "other/python").symlink_to(sys.executable)
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("PATH", os.path.dirname(sys.executable), prepend=os.pathsep)
-    plan = warm._plan([word.format(python=sys.executable) for word in words])
+    plan = warm.plan_imports([word.format(python=sys.executable) for word in words])
     assert plan == (modules and (str(tmp_path), modules))
 
 

@@ -224,7 +224,9 @@ def test_lost_steps_are_those_between_the_end_of_a_life_and_the_backup(tmp_path,
     lives = [(0, 13, 0), (7, 7, 13 - 7), (7, 10, 13 - 7), (7, 20, 13 - 7 + 10 - 7)]
     for number, (begin, end, lost) in enumerate(lives):
         progress.clear(tmp_path, number)
-        monkeypatch.setattr(progress, "_own", None)  # another process
+        monkeypatch.delenv(progress.FOLDER)
+        progress.write()  # so that the record is opened again, as by another process
+        monkeypatch.setenv(progress.FOLDER, str(tmp_path))
         progress.write(done=begin, saved=begin)
         if number != 1:
             assert progress.settle_lost_steps() == lost

@@ -117,8 +117,8 @@ def test_callbacks_that_only_observe_say_so():
     throughput = Throughput(8)
     cluster = ClusterSpec({"worker": ["a:1", "b:1"]})
     observers = [throughput, TensorBoard(), network.WireBytes(cluster, TaskSpec("worker", 0))]
-    assert not any(map(callback_sync._acts_on_batches, [*observers, Watching()]))
-    assert callback_sync._acts_on_batches(Own()), "what may read or change the model has the statistics of all replicas"
+    assert not any(map(callback_sync.acts_on_batches, [*observers, Watching()]))
+    assert callback_sync.acts_on_batches(Own()), "what may read or change the model has the statistics of all replicas"
 
 
 def test_a_writer_that_does_not_have_the_place_it_names_is_refused(tmp_path):

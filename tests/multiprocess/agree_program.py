@@ -52,12 +52,12 @@ def a_model_that_one_worker_has_forgotten():
         gc.collect()
     statistics.desynchronize()
     statistics.synchronize()
-    return mean.numpy().tolist(), len(statistics._refs) - known
+    return mean.numpy().tolist(), len(statistics.variables()) - known
 
 
 def bytes_that_are_sent():
     """The checksums of what each rank receives: in three messages from each to the other, in one, and of no bytes."""
-    ranks = trainer._context.ranks
+    ranks = trainer.strategy.engine.ranks
     received = []
     for source, target, lengths in ((1, 0, (5, 40_000_001)), (0, None, (40_000_001,)), (1, None, (3,)), (0, 1, ())):
         content = [np.random.default_rng(n).integers(0, 256, n, np.uint8) for n in lengths]

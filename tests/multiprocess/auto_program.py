@@ -23,7 +23,7 @@ if situation in ("apart", "no ports"):  # each worker on a host of its own, for 
 if situation == "no ports":
     tcp_door.call = no_ports
 if situation == "no memory":
-    shared_memory_rendezvous._reserve = no_memory
+    shared_memory_rendezvous.reserve = no_memory
 
 import tfdist  # noqa: E402 (what is above must be there when the Trainer chooses)
 

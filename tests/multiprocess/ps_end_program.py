@@ -15,7 +15,7 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-scheduler._NO_WORKER_TIMEOUT = 3.0
+scheduler.NO_WORKER_TIMEOUT = 3.0
 HAPPENS = {
     "servers": lambda: ask("kill", "ps:1"),
     "workers": lambda: [ask("kill", f"worker:{index}") for index in range(2)],

@@ -260,7 +260,7 @@ class TestRecorder(keras.callbacks.Callback):
 def start_again(model, task):
     ask("start", task)
     deadline = time.monotonic() + 180
-    while trainer._context.engine.scheduler._lost:  # its step finds it lost, and back
+    while trainer.strategy.engine.scheduler.lost_workers:  # its step finds it lost, and back
         assert time.monotonic() < deadline
         time.sleep(0.3)  # it has TensorFlow to import
         trainer.predict(model, X[:40], batch_size=1, verbose=0)

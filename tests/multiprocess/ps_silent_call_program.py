@@ -7,7 +7,7 @@ from tests.multiprocess.roles import ask
 from tfdist.cluster import reachability
 from tfdist.parameter_server import watch
 
-reachability.REPORT_EVERY, watch._LAST_ROUND = 3.0, 114.0
+reachability.REPORT_EVERY, watch.LAST_ROUND = 3.0, 114.0
 
 trainer = tfdist.Trainer("parameter_server", start_timeout=120)
 

@@ -14,7 +14,7 @@ from tfdist.cluster import reachability
 from tfdist.parameter_server import watch
 
 # Soon enough for a test; the limit of a start stays what a loaded machine needs.
-reachability.REPORT_EVERY, watch.WORKER_TIMEOUT, watch._LAST_ROUND = 3.0, 6.0, 114.0
+reachability.REPORT_EVERY, watch.WORKER_TIMEOUT, watch.LAST_ROUND = 3.0, 6.0, 114.0
 
 # A stopped task is reported by its own limit, never as a long step of a worker.
 trainer = tfdist.Trainer("parameter_server", start_timeout=120, timeout_seconds=8)

@@ -32,7 +32,7 @@ WATCHING = ("tfdist-start", "tfdist-signals")
 strategy, lost, how, timeout, backups = sys.argv[1:]
 cluster, task = from_tf_config(os.environ["TF_CONFIG"])
 is_first = how != "steal once" or not progress.restarts()
-set_action = process_end._set_action
+set_action = process_end.set_action
 wait, name_owner = preflight.wait_until_reachable, greeting.naming_port_owner
 
 
@@ -69,7 +69,7 @@ def tell_action(address):
     return before
 
 
-process_end._set_action = tell_action
+process_end.set_action = tell_action
 preflight.wait_until_reachable, greeting.naming_port_owner = wait_and_linger, come_to_harm
 trainer = tfdist.Trainer(strategy, start_timeout=float(timeout), backup_dir=backups or None)
 total = trainer.strategy.run(lambda: tf.distribute.get_replica_context().all_reduce("sum", tf.constant(1.0)))

@@ -204,21 +204,21 @@ def test_a_wait_is_long_from_five_times_the_longest():
 
 
 def test_the_watch_survives_its_own_errors_and_reports_them_once(monkeypatch):
-    calls, warnings = [], []
+    calls, warnings, stops = [], [], []
 
     def find(key, seconds):
         calls.append(key)
-        if len(calls) > 3:
-            watch._over.set()
         raise ValueError("no verdict")
 
     monkeypatch.setattr(hangs, "timing", hangs.Timing(look_every=0.01))
     monkeypatch.setattr(hangs.tf_cluster, "find_published", find)
     monkeypatch.setattr(hangs.logger, "warning", warnings.append)
+    monkeypatch.setattr(hangs.hooks, "at_end", lambda stage, stop: stops.append(stop))
     cluster = local_cluster(2, 0)
     watch = hangs.HangWatch(cluster, cluster.tasks()[0], None, Phases())
-    watch._run()
-    assert len(calls) == 4
+    watch.start()
+    wait_until(lambda: len(calls) > 3, 60)
+    stops[0]()
     assert warnings == ["the watch for stuck tasks failed (ValueError: no verdict); it looks again each second"]
 
 

@@ -17,10 +17,10 @@ import numpy as np  # noqa: E402
 
 RANK, OUT, FOLDER = trainer.task.index, sys.argv[2], pathlib.Path(sys.argv[3], "backup")
 NEWEST = FOLDER / "step-4-end"
-search._PATIENCE = 1.0
+search.PATIENCE = 1.0
 os.environ.pop(progress.FOLDER)  # which only root may write to
 x, y = np.zeros((32, 4), np.float32), np.ones((32, 1), np.float32)
-barrier = trainer._context.ranks.barrier
+barrier = trainer.strategy.engine.ranks.barrier
 
 
 class Steps(keras.callbacks.Callback):

@@ -5,7 +5,6 @@ import threading
 
 import pytest
 
-from tests.helpers.launched_job import until
 from tfdist.engine import RunningMeans
 from tfdist.parameter_server.staleness import Staleness
 
@@ -14,16 +13,21 @@ class Step:
     """A step in a thread, which begins if it may, and ends when it is told."""
 
     def __init__(self, staleness, measured):
-        self.begun, self._may_end = threading.Event(), threading.Event()
+        self.asked, self.begun, self._may_end = threading.Event(), threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._run, args=(staleness, measured), daemon=True)
         self._thread.start()
 
     def _run(self, staleness, measured):
+        self.asked.set()
         with contextlib.suppress(ZeroDivisionError), staleness.step(measured):
             self.begun.set()
             self._may_end.wait(60)
             if self._fails:
                 raise ZeroDivisionError
+
+    def waits(self):
+        """Whether the step has not begun 0.3 s after its thread asked for it."""
+        return self.asked.wait(60) and not self.begun.wait(0.3)
 
     def end(self, fails=False):
         assert self.begun.wait(60)
@@ -54,8 +58,7 @@ def test_a_step_waits_while_it_would_be_one_too_many_for_another(fails):
     for _ in range(2):
         Step(staleness, measured).end()
     late = Step(staleness, measured)
-    until(lambda: staleness._changed._waiters)
-    assert not late.begun.is_set(), "the third beside the slow one"
+    assert late.waits(), "the third beside the slow one"
     slow.end(fails)
     late.end()
     assert staleness.report()["max"] == (0 if fails else 2)
@@ -66,8 +69,7 @@ def test_without_staleness_steps_run_one_after_the_other():
     first = Step(staleness, measured)
     assert first.begun.wait(60)
     second = Step(staleness, measured)
-    until(lambda: staleness._changed._waiters)
-    assert not second.begun.is_set()
+    assert second.waits()
     first.end()
     second.end()
     assert staleness.report() == {"mean": 0.0, "max": 0}

@@ -28,7 +28,7 @@ class Items(keras.utils.PyDataset):
 
 @pytest.fixture(scope="module")
 def engine():
-    return tfdist.Trainer("one_device")._context.engine
+    return tfdist.Trainer("one_device").strategy.engine
 
 
 def numbers(source, iterator, count):

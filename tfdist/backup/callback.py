@@ -30,7 +30,7 @@ from tfdist.runtime.report import progress
 from tfdist.verify import settings as verify_settings
 
 # The number of the last fit of this program whose model is saved, by backup_dir: a later training, also of another Trainer, has another folder.
-_saved_fits: dict[str, int] = {}
+saved_fits: dict[str, int] = {}
 
 
 class BackupAndRestore(BackupOptions, keras.callbacks.Callback):
@@ -151,7 +151,7 @@ class BackupAndRestore(BackupOptions, keras.callbacks.Callback):
             # Each rank does so: if the tasks do not share the folder, each has an empty one of its own.
             finished_training.remove_if_empty(storage.folder)
             finished_training.remove_if_empty(self.backup_dir)
-            _saved_fits[self._key] = max(number, _saved_fits.get(self._key, 0))
+            saved_fits[self._key] = max(number, saved_fits.get(self._key, 0))
 
     @property
     def _key(self) -> str:
@@ -159,7 +159,7 @@ class BackupAndRestore(BackupOptions, keras.callbacks.Callback):
 
     @property
     def _next_fit(self) -> int:
-        return max(self._fits, _saved_fits.get(self._key, 0)) + 1
+        return max(self._fits, saved_fits.get(self._key, 0)) + 1
 
     def _folder_of(self, number: int) -> str:
         """Returns the folder of the backups of a fit of this program, from 1."""

@@ -21,10 +21,10 @@ from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime.folders import storage as urls
 from tfdist.runtime.log import logger
 
-_SHARED_WITHIN = 30.0  # seconds within which a file of the chief must be visible to the other tasks
-_PATIENCE = 10.0  # seconds for which an unreadable file is tried again
-_RETRY_EVERY = 0.5
-_PROBE_PAUSES = (1.0, 2.0)  # seconds between attempts to write to a URL
+SHARED_WITHIN = 30.0  # seconds within which a file of the chief must be visible to the other tasks
+PATIENCE = 10.0  # seconds for which an unreadable file is tried again
+RETRY_EVERY = 0.5
+PROBE_PAUSES = (1.0, 2.0)  # seconds between attempts to write to a URL
 _CHECK_URL = "Does the bucket exist, can this host reach it, and do the credentials in the environment permit to write?"
 _NO_SHARED = (
     "Give a folder or a URL that all tasks reach (backup_dir=..., or for tfdist train --config.backup.dir=...), or train without backups (no "
@@ -154,11 +154,11 @@ def _attempt(read: Callable[[], Any]) -> _Outcome:
             return _Outcome(_REFUSED, why=str(e))
         except UnreadableBackupError as e:
             if deadline is None:
-                deadline = time.monotonic() + _PATIENCE
-                logger.warning(f"{e}; trying again for {_PATIENCE:.0f} s")
+                deadline = time.monotonic() + PATIENCE
+                logger.warning(f"{e}; trying again for {PATIENCE:.0f} s")
             elif time.monotonic() >= deadline:
                 return _Outcome(_UNREADABLE, why=str(e))
-            time.sleep(min(_RETRY_EVERY, _PATIENCE))
+            time.sleep(min(RETRY_EVERY, PATIENCE))
 
 
 def _agreed(ranks: Ranks, path: str, outcome: _Outcome) -> Any:
@@ -279,7 +279,7 @@ def check_folder(storage: Storage, ranks: Ranks) -> Reach:
     try:
         urls.make_folder(folder)
         files.discard_irregular(own_probe)
-        urls.with_retries(lambda: urls.write(own_probe, b"x"), _PROBE_PAUSES)
+        urls.with_retries(lambda: urls.write(own_probe, b"x"), PROBE_PAUSES)
         if is_local:
             owner = os.lstat(own_probe).st_uid
     except OSError as e:
@@ -309,7 +309,7 @@ def check_folder(storage: Storage, ranks: Ranks) -> Reach:
 def _sees_chief(folder: str) -> bool:
     """Returns whether the chief's probe is there, or appears within the time that network storage may need to show it."""
     # The chief has written its file, so a disk of this host would show it at once.
-    patience = 0.0 if unshared.is_on_own_disk(folder) else _SHARED_WITHIN
+    patience = 0.0 if unshared.is_on_own_disk(folder) else SHARED_WITHIN
     deadline = time.monotonic() + patience
     while True:
         try:

@@ -158,7 +158,7 @@ class TrainingState:
         arrays = {name.removeprefix(_ARRAY): value for name, value in own.items() if name.startswith(_ARRAY)}
         for name, callback in self._callbacks.items():
             if name in rest["callbacks"]:
-                self._ignored |= _set_state(callback, _from_json(rest["callbacks"][name], arrays))
+                self._ignored |= set_callback_state(callback, _from_json(rest["callbacks"][name], arrays))
         self._statistics.synchronized = rest["synchronized"]
         if self._strategy.batch_shares:
             self._strategy.batch_shares.restore(rest.get("batch_shares"))
@@ -320,7 +320,7 @@ def _get_state(callback: keras.callbacks.Callback) -> dict[str, Any]:
     return state
 
 
-def _set_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set[str]:
+def set_callback_state(callback: keras.callbacks.Callback, state: dict[str, Any]) -> set[str]:
     """Restores the attributes that `_get_state` saves; returns the names of others in `state`: a file must not choose attributes."""
     kinds = (names for kind, names in CALLBACK_STATE.items() if isinstance(callback, kind))
     known = {name for names in kinds for name in names}

@@ -45,7 +45,7 @@ _PARTIAL = ".partial"
 _DATA_FILE = re.compile(r"\.data-.{5}-of-.{5}")
 _PART_FILE = re.compile(r"rank-(\d+)\.")
 _CHECKPOINT_PATH = re.compile(r'checkpoint_paths?: "(.*)"')
-_PARTS_TIMEOUT = 300.0  # seconds
+PARTS_TIMEOUT = 300.0  # seconds
 _REPORT_EVERY = 10.0
 _POLL, _POLL_URL = 0.01, 0.2
 _DAMAGED = "damaged-"
@@ -323,9 +323,9 @@ class Storage:
             reason = given_up()
             if reason:
                 raise BackupError(f"another task has failed: {reason}")
-            if now - begun > _PARTS_TIMEOUT:
+            if now - begun > PARTS_TIMEOUT:
                 raise BackupError(
-                    f"{self.path(point, part)}.index has not appeared within {_PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
+                    f"{self.path(point, part)}.index has not appeared within {PARTS_TIMEOUT:.0f} s. Do all tasks see the same "
                     f"folder {self.folder!r}? backup_dir must be a folder that all tasks share."
                 )
             if now - reported > _REPORT_EVERY:

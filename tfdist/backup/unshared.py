@@ -118,10 +118,10 @@ def gather_parts(ranks: Ranks, own: Mapping[str, Any]) -> dict[int, Mapping[str,
     if ranks.is_chief:
         parts[0] = own
     for rank in range(1, ranks.size):
-        content = _pack({}, own) if rank == ranks.rank else ()
+        content = pack({}, own) if rank == ranks.rank else ()
         received = ranks.send(rank, content, target=0)
         if received is not None:
-            parts[rank] = _unpack(received)[1]
+            parts[rank] = unpack(received)[1]
     return parts
 
 
@@ -132,10 +132,10 @@ def send_parts(
 
     `parts` are the own parts of all ranks, by rank; or one part, which all ranks receive. Other ranks' arguments are ignored.
     """
-    content = _pack(manifest, shared) if ranks.is_chief else ()
+    content = pack(manifest, shared) if ranks.is_chief else ()
     received = ranks.send(0, content)
     if received is not None:
-        manifest, shared = _unpack(received)
+        manifest, shared = unpack(received)
     own: Mapping[str, Any] = {}
     if ranks.is_chief:
         own = parts[0]
@@ -143,14 +143,14 @@ def send_parts(
     if ranks.broadcast_scalar(len(parts)) == 1:
         targets = [None]
     for target in targets:
-        content = _pack({}, parts[target or 0]) if ranks.is_chief else ()
+        content = pack({}, parts[target or 0]) if ranks.is_chief else ()
         received = ranks.send(0, content, target)
         if received is not None:
-            own = _unpack(received)[1]
+            own = unpack(received)[1]
     return manifest, shared, own
 
 
-def _pack(values: Json, tensors: Mapping[str, Any]) -> list[np.ndarray]:
+def pack(values: Json, tensors: Mapping[str, Any]) -> list[np.ndarray]:
     """Returns arrays of bytes: a header with the values, names, types and shapes, and the tensors."""
     entries: list[Any] = []
     arrays: list[np.ndarray] = []
@@ -170,8 +170,8 @@ def _pack(values: Json, tensors: Mapping[str, Any]) -> list[np.ndarray]:
     return [np.array([len(header)], np.int64).view(np.uint8), np.frombuffer(header, np.uint8), *arrays]
 
 
-def _unpack(content: np.ndarray) -> tuple[Any, dict[str, Any]]:
-    """Returns the values and tensors that `_pack` has packed; the tensors are views of `content`."""
+def unpack(content: np.ndarray) -> tuple[Any, dict[str, Any]]:
+    """Returns the values and tensors that `pack` has packed; the tensors are views of `content`."""
     start = 8 + int(content[:8].view(np.int64)[0])
     values, entries = json.loads(content[8:start].tobytes())
     tensors: dict[str, Any] = {}

@@ -75,7 +75,7 @@ def _join(store: Store, memory_bytes: int, sockets: dict[int, socket.socket]) ->
                 listener.bind(path)
             listener.listen(size)
             if rank == 0:
-                descriptor = _reserve(memory_bytes)
+                descriptor = reserve(memory_bytes)
                 stack.callback(os.close, descriptor)
         except (NoTransportError, OSError, WriteError) as e:
             own_entry["reason"] = f"rank {rank}: {e}"
@@ -139,7 +139,7 @@ def host_key() -> str:
         return boot
 
 
-def _reserve(size: int) -> int:
+def reserve(size: int) -> int:
     """Returns the descriptor of new memory. It is allocated now and cannot shrink: access to a missing page would kill the process."""
     descriptor = os.memfd_create("tfdist", os.MFD_CLOEXEC | os.MFD_ALLOW_SEALING)
     try:

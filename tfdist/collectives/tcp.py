@@ -105,6 +105,9 @@ class TcpTransport(BufferTransport):
     """A transport over a stream to each other rank.
 
     After an error all further calls raise ConnectionError: the ranks are no longer at the same point.
+
+    Attributes:
+        streams: The streams, by rank in `streams.of`.
     """
 
     checks_calls = True
@@ -112,7 +115,7 @@ class TcpTransport(BufferTransport):
     def __init__(self, rank: int, streams: Streams):
         self.rank = rank
         self.size = len(streams.of) + 1
-        self._streams = streams
+        self.streams = streams
         self._others = sorted(streams.of)
         self._calls = 0
         self._rows: dict[int, np.ndarray] = {}  # what ranks send to be added; memory that the next sum uses again
@@ -136,12 +139,12 @@ class TcpTransport(BufferTransport):
 
         def send(piece: np.ndarray) -> None:
             for peer in self._others:
-                self._streams.of[peer].send(_bytes(piece))
+                self.streams.of[peer].send(_bytes(piece))
 
         self._expect_sum([flat[part] for part in parts], total[parts[self.rank]], largest, send)
         for peer in self._others:
-            self._streams.of[peer].expect(_bytes(total[parts[peer]]))
-        self._streams.run()
+            self.streams.of[peer].expect(_bytes(total[parts[peer]]))
+        self.streams.run()
 
     def _expect_sum(
         self, rows: Sequence[np.ndarray], total: np.ndarray, largest: bool, added: Callable[[np.ndarray], None]
@@ -168,7 +171,7 @@ class TcpTransport(BufferTransport):
             added(piece)
 
         for peer in self._others:
-            stream = self._streams.of[peer]
+            stream = self.streams.of[peer]
             stream.send(_bytes(rows[peer]))
             for number, piece in enumerate(pieces):
                 stream.expect(_bytes(received[peer][piece]), functools.partial(arrived, number))
@@ -179,7 +182,7 @@ class TcpTransport(BufferTransport):
         total = aligned_empty(rows.shape[1], rows.dtype)
         with self._call("reduce_scatter", array):
             self._expect_sum(list(rows), total, False, lambda piece: None)
-            self._streams.run()
+            self.streams.run()
         return total.reshape(array.shape[1:])
 
     def _rows_of(self, like: np.ndarray) -> list[np.ndarray]:
@@ -206,9 +209,9 @@ class TcpTransport(BufferTransport):
         every.reshape(self.size, -1)[self.rank] = local.reshape(-1)
         with self._call(method, array):
             for peer in self._others:
-                self._streams.of[peer].send(_bytes(local))
-                self._streams.of[peer].expect(_bytes(every[peer, ...]))
-            self._streams.run()
+                self.streams.of[peer].send(_bytes(local))
+                self.streams.of[peer].expect(_bytes(every[peer, ...]))
+            self.streams.run()
 
     def all_to_all(self, array: np.ndarray) -> np.ndarray:
         check_rows(array, self.size)
@@ -217,9 +220,9 @@ class TcpTransport(BufferTransport):
         rows[self.rank] = array[self.rank]
         with self._call("all_to_all", array):
             for peer in self._others:
-                self._streams.of[peer].send(_bytes(local[peer, ...]))
-                self._streams.of[peer].expect(_bytes(rows[peer, ...]))
-            self._streams.run()
+                self.streams.of[peer].send(_bytes(local[peer, ...]))
+                self.streams.of[peer].expect(_bytes(rows[peer, ...]))
+            self.streams.run()
         return rows
 
     @contextlib.contextmanager
@@ -228,16 +231,16 @@ class TcpTransport(BufferTransport):
         shape = zlib.crc32(f"{array.dtype.name} {array.shape}".encode())
         header = _HEADER.pack(self._calls, _METHODS.index(method), array.size, shape, 0)
         with self._lock:
-            self._streams.check()
+            self.streams.check()
             try:
                 for peer in self._others:
                     found = bytearray(_HEADER.size)
-                    self._streams.of[peer].send(memoryview(header))
-                    self._streams.of[peer].expect(memoryview(found), self._comparison(peer, header, found))
+                    self.streams.of[peer].send(memoryview(header))
+                    self.streams.of[peer].expect(memoryview(found), self._comparison(peer, header, found))
                 yield
             except BaseException as e:  # Ctrl-C, too
-                self._streams.abort(self.rank, f"an earlier call has failed: {e}")
-                self._streams.release()
+                self.streams.abort(self.rank, f"an earlier call has failed: {e}")
+                self.streams.release()
                 raise
             self._calls = (self._calls + 1) % _NUMBERS
 
@@ -257,10 +260,10 @@ class TcpTransport(BufferTransport):
         return compare
 
     def close(self) -> None:
-        self._streams.shut()
+        self.streams.shut()
         # The lock is held during a call: of another thread, or of this one, interrupted by a signal.
         if self._lock.acquire(blocking=False):
-            self._streams.release()
+            self.streams.release()
             self._lock.release()
 
 

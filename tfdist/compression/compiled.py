@@ -41,11 +41,11 @@ def compiled(function: Function) -> Function:
 def _compiles() -> bool:
     """Returns whether XLA compiles for this process's devices and for the graph that is being traced."""
     with tf.init_scope():
-        return tf.executing_eagerly() and _has_xla()  # a separate tf.Graph is never run (`bytes_per_step`)
+        return tf.executing_eagerly() and has_xla()  # a separate tf.Graph is never run (`bytes_per_step`)
 
 
 @functools.cache
-def _has_xla() -> bool:
+def has_xla() -> bool:
     """Returns whether all devices are CPUs, and TensorFlow has XLA for them."""
     if any(device.device_type != "CPU" for device in tf.config.list_logical_devices()):
         return False

@@ -27,8 +27,8 @@ from tfdist.errors import ConfigError, format_value, list_first
 _ENDINGS = (".npy", ".npz", ".parquet")
 KERAS_COLUMNS = ("x", "y", "sample_weight")
 _SHARD = re.compile(r"(.+?)-(\d+)(?:-of-\d+)?")  # the column and the number of a shard, in its file's name
-_MOST_MAPS = 256  # maps that are open at once: each holds a file descriptor
-_LONG_ROW = 2048  # bytes, from which on a second copy of a row costs more than a call of NumPy
+MOST_MAPS = 256  # maps that are open at once: each holds a file descriptor
+LONG_ROW = 2048  # bytes, from which on a second copy of a row costs more than a call of NumPy
 # Of a zip file's member: signature, lengths of the name and of the extra field.
 _LOCAL_HEADER = struct.Struct("<4s22xHH")
 
@@ -134,7 +134,7 @@ class ArrayFiles(RowSource):
         for shard, indices in by_shard:
             array = self._rows(self._shards[shard][column])
             # `array[rows]` copies the rows, and the assignment copies them once more.
-            if gathered.shape[1] < _LONG_ROW:
+            if gathered.shape[1] < LONG_ROW:
                 gathered[indices] = array[rows[indices]]
             else:
                 for index, row in zip(indices.tolist(), rows[indices].tolist(), strict=True):
@@ -147,7 +147,7 @@ class ArrayFiles(RowSource):
         with self._lock:
             if array not in self._maps:
                 self._maps[array] = array.map()
-                if len(self._maps) > _MOST_MAPS:
+                if len(self._maps) > MOST_MAPS:
                     self._maps.popitem(last=False)
             self._maps.move_to_end(array)
             return self._maps[array]

@@ -31,7 +31,7 @@ from tfdist.runtime.report import phase
 _READS = 4  # blocks that are converted at once
 _OF_FREE_SPACE = 0.9
 _OF_FREE_MEMORY = 0.5
-_WAIT_SECONDS = 6 * 3600.0  # for the conversion of another process
+WAIT_SECONDS = 6 * 3600.0  # for the conversion of another process
 _IDENTITY = "identity.json"
 _CHECKSUMS = "checksums.npy"
 _PARTIAL = ".partial"
@@ -341,7 +341,7 @@ def _make_space(place: str, needed: int) -> float:
         key=lambda entry: entry.stat().st_mtime,
     )
     for entry in caches:
-        if needed <= _free_space(place):
+        if needed <= free_space(place):
             break
         # Rows in use hold a shared lock (`_read`).
         lock = os.open(entry.path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW)
@@ -353,10 +353,11 @@ def _make_space(place: str, needed: int) -> float:
             pass
         finally:
             os.close(lock)
-    return _free_space(place)
+    return free_space(place)
 
 
-def _free_space(place: str) -> float:
+def free_space(place: str) -> float:
+    """Returns the bytes that caches may take in a folder: a part of what is free there."""
     return shutil.disk_usage(place).free * _OF_FREE_SPACE
 
 
@@ -364,7 +365,7 @@ def _free_space(place: str) -> float:
 def _locked(path: str) -> Iterator[None]:
     """Lets one process of this machine at a time run the context. Raises DataError if the wait exceeds its limit."""
     with _open_own(path, os.O_RDWR | os.O_CREAT) as file:
-        ends = time.monotonic() + _WAIT_SECONDS
+        ends = time.monotonic() + WAIT_SECONDS
         waits = False
         # A call that blocks would have no limit and could not say what it waits for.
         while True:
@@ -377,7 +378,7 @@ def _locked(path: str) -> Iterator[None]:
                 waits = True
             if time.monotonic() > ends:
                 raise DataError(
-                    f"Another process holds the lock {path} for more than {_WAIT_SECONDS / 3600:g} hours. End it (`fuser {path}` shows it), "
+                    f"Another process holds the lock {path} for more than {WAIT_SECONDS / 3600:g} hours. End it (`fuser {path}` shows it), "
                     "or choose another cache."
                 )
             time.sleep(0.1)

@@ -57,7 +57,7 @@ class EpochOrder:
         """Returns the blocks with rows in the order of an epoch, and the position of the first row of each."""
         blocks = np.flatnonzero(self._sizes)
         if self._shuffle:
-            blocks = blocks[_permutation(len(blocks), f"{self._seed}/{epoch}")]
+            blocks = blocks[permutation(len(blocks), f"{self._seed}/{epoch}")]
         ends = np.cumsum(self._sizes[blocks])
         return blocks, ends - self._sizes[blocks]
 
@@ -69,7 +69,7 @@ class EpochOrder:
         end = self.num_examples
         if last < len(starts):
             end = int(starts[last])
-        rows = _permutation(end - begin, f"{self._seed}/{epoch}/{window}")
+        rows = permutation(end - begin, f"{self._seed}/{epoch}/{window}")
         return begin, *_locate(begin + rows, blocks, starts)
 
 
@@ -79,7 +79,7 @@ def _locate(positions: np.ndarray, blocks: np.ndarray, starts: np.ndarray) -> tu
     return blocks[indices], positions - starts[indices]
 
 
-def _permutation(size: int, key: str) -> np.ndarray:
+def permutation(size: int, key: str) -> np.ndarray:
     """Returns a permutation that depends on the key alone, unlike those of NumPy's generators, which NumPy may change."""
     start = int.from_bytes(hashlib.blake2b(key.encode(), digest_size=8).digest(), "little")
     # splitmix64 (Steele et al., 2014): hashes of successive numbers

@@ -27,7 +27,7 @@ _HEADER = struct.Struct("<QI")
 _LENGTH = struct.Struct("<Q")
 _CHECKSUM = struct.Struct("<I")
 _FRAME = _HEADER.size + _CHECKSUM.size  # bytes of a record besides its data
-_MOST_OPEN = 256  # files that are open at once
+MOST_OPEN = 256  # files that are open at once
 _SCANS = 8  # files that are indexed at once
 _BUFFER = 1 << 14  # bytes that a scan reads at least: many short records at once, and little of long ones
 _SEARCHED = 1 << 20  # bytes in which the next record is searched at once
@@ -79,7 +79,7 @@ class RecordFiles(RowSource):
         self.sizes = np.minimum(total - starts, self._block_rows)
         self.identity = repr([(os.path.basename(i.path), i.version[0], len(i.offsets), i.faults) for i in indices])
         self.version = stored_files.describe((index.path, index.version) for index in indices)
-        self._open = functools.lru_cache(_MOST_OPEN)(_File)
+        self._open = functools.lru_cache(MOST_OPEN)(_File)
 
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
         records = blocks * self._block_rows + rows

@@ -13,8 +13,8 @@ import tensorflow as tf
 from tfdist.aliases import Spec, Structure
 from tfdist.errors import DataError
 
-_BLOCK_BYTES = 1 << 20
-_BLOCK_ROWS = 1 << 12
+BLOCK_BYTES = 1 << 20
+BLOCK_ROWS = 1 << 12
 _MOST_BLOCKS = 1 << 16
 _READ_ERROR = re.compile(rf"{DataError.__name__}: ([^\n]*)")
 
@@ -52,7 +52,7 @@ class RowSource(abc.ABC):
 
 def block_rows(rows: int, row_bytes: int) -> int:
     """Returns the number of rows in a block of a file that is read row by row."""
-    return max(min(_BLOCK_BYTES // max(row_bytes, 1), _BLOCK_ROWS), -(-rows // _MOST_BLOCKS), 1)
+    return max(min(BLOCK_BYTES // max(row_bytes, 1), BLOCK_ROWS), -(-rows // _MOST_BLOCKS), 1)
 
 
 def read_rows(source: RowSource, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:

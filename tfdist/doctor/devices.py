@@ -14,7 +14,7 @@ from tfdist.errors import truncate
 from tfdist.runtime import tensorflow_log
 
 _LIMIT = 60.0  # seconds for TensorFlow to load and look
-_DRIVER = pathlib.Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
+DRIVER = pathlib.Path("/proc/driver/nvidia/gpus")  # a folder for each GPU
 _PIPES: Any = {"stdin": subprocess.DEVNULL, "capture_output": True, "text": True, "errors": "replace"}
 _MARK = "tfdist-devices "
 _LOOK = f"""
@@ -79,7 +79,7 @@ def visible(environ: Mapping[str, str]) -> Iterator[Finding]:
 def gpus(environ: Mapping[str, str]) -> int:
     """Returns the number of GPUs of NVIDIA's driver, including those that this process does not see."""
     try:
-        return len(list(_DRIVER.iterdir()))
+        return len(list(DRIVER.iterdir()))
     except OSError:
         output = run(["nvidia-smi", "-L"], environ, 10.0)[1]
         return sum(line.startswith("GPU ") for line in output.splitlines())

@@ -38,7 +38,7 @@ _ALONE = (
 )
 _TURN = 0.05  # seconds between two looks while no task runs
 # Seconds that tasks have after Ctrl-C: they save nothing then, and may wait for each other.
-_AFTER_INTERRUPT = 2.0
+AFTER_INTERRUPT = 2.0
 # Seconds that tasks have after the failure of another task: they save nothing then.
 _AFTER_FAILURE = 2.0
 
@@ -194,7 +194,7 @@ class Launcher:
         grace = self._options.grace_seconds if is_first else 0.0
         advice = ""
         if self.signals[0] == signal.SIGINT:
-            grace = min(grace, _AFTER_INTERRUPT)
+            grace = min(grace, AFTER_INTERRUPT)
             self._output.is_interrupted = True
             if is_first:
                 advice = self._how_to_continue(". ")

@@ -33,7 +33,7 @@ _OWN = b"tfdist: "  # the start of the launcher's own lines
 _INTERRUPTED = (_OWN + interrupts.MESSAGE.encode(), b"Fatal Python error: init_", b"Python runtime state: ")
 _MOST_WAITING = 1 << 22  # bytes of lines that wait for the reader; beyond that, the tasks' oldest lines are dropped
 # Seconds that `close` waits for the reader: since its last read, in total, and in total after a signal.
-_LAST_WAIT = 2.0
+LAST_WAIT = 2.0
 _LONGEST_LAST_WAIT = 30.0
 _LAST_WAIT_AFTER_SIGNAL = 0.5
 _TURN = 0.02  # seconds between two looks at the writer
@@ -102,7 +102,7 @@ class LauncherOutput:
             if self._writer.moved_at != moved:
                 moved = self._writer.moved_at
                 still = 0.0
-            if waited >= longest or still >= _LAST_WAIT or signals() > before:
+            if waited >= longest or still >= LAST_WAIT or signals() > before:
                 break
             if self._writer.is_idle and self._table:
                 self._writer.write(self._table.stop(self._take_lines()))

@@ -56,7 +56,7 @@ class WarmSpare:
     def __enter__(self) -> WarmSpare:
         if not _is_possible(self._environ):
             return self
-        plan = _plan(self._command)
+        plan = plan_imports(self._command)
         if plan is None:
             return self
         folder, modules = plan
@@ -154,7 +154,7 @@ def _is_possible(environ: Mapping[str, str]) -> bool:
     return sys.platform == "linux" and not sees_gpu and "PYTHONSAFEPATH" not in environ
 
 
-def _plan(command: Sequence[str]) -> tuple[str, list[str]] | None:
+def plan_imports(command: Sequence[str]) -> tuple[str, list[str]] | None:
     """Returns the folder that a command searches first for modules, and the modules to import; None if its tasks are spawned."""
     if not command or not _is_this_python(command[0]):
         return None

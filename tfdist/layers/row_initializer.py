@@ -17,7 +17,7 @@ from tfdist.errors import ConfigError
 _initializers = keras.initializers
 _EQUAL_ROWS = (_initializers.Zeros, _initializers.Ones, _initializers.Constant)
 _RANDOM = (_initializers.RandomUniform, _initializers.RandomNormal, _initializers.TruncatedNormal)
-_CHUNK = 2**18  # elements that are drawn at once: their hashes take 8 bytes each
+CHUNK = 2**18  # elements that are drawn at once: their hashes take 8 bytes each
 # A multiple of a CPU's largest vector: Eigen may round functions differently in elements that do not fill a vector.
 _ALIGNMENT = 32
 _BELOW_TRUNCATION = 0.02275013194817921  # the probability of a normal number below -2
@@ -50,7 +50,7 @@ class RowInitializer:
         if type(self._initializer) in _EQUAL_ROWS:
             return self._initializer(shape, dtype)
         count, columns = shape
-        step = -(-max(1, _CHUNK // columns) // _ALIGNMENT) * _ALIGNMENT
+        step = -(-max(1, CHUNK // columns) // _ALIGNMENT) * _ALIGNMENT
         # Each chunk is written into the array: to join chunks would take its memory twice, which a server may not have.
         values = tf.raw_ops.Empty(shape=[count, columns], dtype=dtype or tf.float32)
         for begin in range(0, count, step):

@@ -40,7 +40,7 @@ _LOST_AFTER = 0.5
 _LONG = 30.0
 _REPORT_EVERY = 10.0
 # Seconds without any worker after which the training ends.
-_NO_WORKER_TIMEOUT = preflight.START_TIMEOUT
+NO_WORKER_TIMEOUT = preflight.START_TIMEOUT
 
 
 class Scheduler:
@@ -49,6 +49,7 @@ class Scheduler:
     Attributes:
         retried_steps: Training steps that ran again because their worker was lost. The lost worker's update may have
             been applied in whole, in part, or not at all.
+        lost_workers: The numbers of the workers that are lost, and have not completed a function since.
         staleness: The staleness of training steps.
     """
 
@@ -64,7 +65,7 @@ class Scheduler:
         self.staleness = Staleness(strategy.max_staleness)
         self._lock = threading.Lock()
         tf.get_logger().addFilter(_is_shown)
-        self._lost: set[int] = set()
+        self.lost_workers: set[int] = set()
         self._since: dict[int, float] = {}  # when each busy worker began its function
         # When each busy worker began its step, and whether it may compile.
         self._steps: dict[int, tuple[float, bool]] = {}
@@ -194,7 +195,7 @@ class Scheduler:
         if busy or not absent:
             return
         # While one worker is missing, TensorFlow does not reconnect another one either.
-        if waited > _NO_WORKER_TIMEOUT:
+        if waited > NO_WORKER_TIMEOUT:
             raise ClusterError(
                 f"No worker has worked for {waited:.0f} s: {reachability.format_tasks(self._spec, absent)}."
             )
@@ -233,15 +234,15 @@ class Scheduler:
 
     def _mark_lost(self, worker: int) -> None:
         with self._lock:
-            known = worker in self._lost
-            self._lost.add(worker)
+            known = worker in self.lost_workers
+            self.lost_workers.add(worker)
         if not known:
             logger.warning(f"worker:{worker} is lost; the others continue, and repeat its step")
 
     def _mark_recovered(self, worker: int) -> None:
-        if worker in self._lost:
+        if worker in self.lost_workers:
             with self._lock:
-                self._lost.discard(worker)
+                self.lost_workers.discard(worker)
             logger.info(f"worker:{worker} is back")
 
 

@@ -33,7 +33,7 @@ _ASK_EVERY = 1.0  # seconds
 WARN_AFTER = 60.0  # seconds of a wait for data or for a step
 # Seconds without an answer after which a worker is given up: several checks have failed by then.
 WORKER_TIMEOUT = 25.0
-_LAST_ROUND = 5.0  # seconds that the last check of a server may take
+LAST_ROUND = 5.0  # seconds that the last check of a server may take
 # Interval in seconds: TensorFlow reconnects repeatedly, and a call on a new connection waits until the next shutdown.
 _SHUT_DOWN_EVERY = 0.1
 _TCP_TABLES = ("/proc/self/net/tcp", "/proc/self/net/tcp6")
@@ -61,7 +61,7 @@ class Watch:
         self.hung: set[TaskSpec] = set()
         self.silent_at: dict[TaskSpec, float] = {}
         self._cluster = cluster
-        self._limits = {"worker": WORKER_TIMEOUT, "ps": max(server_timeout - _LAST_ROUND, reachability.REPORT_EVERY)}
+        self._limits = {"worker": WORKER_TIMEOUT, "ps": max(server_timeout - LAST_ROUND, reachability.REPORT_EVERY)}
         self._tasks = [task for task in cluster.tasks() if task.type in self._limits]
         self._silent = reachability.SilentTasks(cluster, cluster.chief)
         self.given_up: dict[TaskSpec, str] = {}

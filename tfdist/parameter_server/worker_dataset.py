@@ -61,7 +61,7 @@ class WorkerDataset:
         """Creates the dataset of a pipeline on the current device."""
         with self._tracing:
             if pipeline not in self._traced:
-                self._traced[pipeline] = self._trace(pipeline)
+                self._traced[pipeline] = self.trace(pipeline)
         return self._traced[pipeline]()
 
     def example_batch(self) -> Structure:
@@ -91,7 +91,8 @@ class WorkerDataset:
         """Returns whether the pipelines never end."""
         return bool(self.dataset(0).cardinality() == tf.data.INFINITE_CARDINALITY)
 
-    def _trace(self, pipeline: int) -> Callable[[], tf.data.Dataset]:
+    def trace(self, pipeline: int) -> Callable[[], tf.data.Dataset]:
+        """Traces the dataset function for a pipeline; returns a function that creates the pipeline's dataset."""
         context = tf.distribute.InputContext(self.pipelines, pipeline, num_replicas_in_sync=1)
 
         def make() -> tf.data.Dataset:

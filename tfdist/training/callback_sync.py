@@ -43,14 +43,14 @@ def wrap_callbacks(
     # Writers count, although workers drop them: on the chief they read the model. Observers do not count.
     names = ",".join(type(c).__qualname__ for c in callbacks if not only_observes(c)).encode()
     with phase("call", "the comparison of its callbacks"):
-        gathered = ranks.gather(float(any(map(_acts_on_batches, callbacks))), float(zlib.crc32(names)))
+        gathered = ranks.gather(float(any(map(acts_on_batches, callbacks))), float(zlib.crc32(names)))
     on_batches = bool(gathered[:, 0].any())
     alike = len(set(gathered[:, 1])) == 1
     agree = _CheckConsistency(strategy, ranks, on_batches, alike, check_weights)
     return _Synchronize(strategy, on_batches), local, agree
 
 
-def _acts_on_batches(callback: keras.callbacks.Callback) -> bool:
+def acts_on_batches(callback: keras.callbacks.Callback) -> bool:
     """Returns whether a callback may read the model, stop or change something at a training step."""
     if isinstance(callback, keras.callbacks.ModelCheckpoint):
         return callback.save_freq != "epoch"

@@ -246,7 +246,7 @@ def a_compressor_is_chosen_after_the_shares(world):
     with local(world, 0, compression=Candidates((NONE, Int8()))), shares(world) as chosen:
         model = linear(world, keras.optimizers.SGD)
         model.fit(X, Y, batch_size=SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=[Record()])
-    world.trainer._context.engine.compressor = None
+    world.trainer.compression = None
     return {
         "in order": (list(dict.fromkeys(settled)), [(False, False), (True, False), (True, True)]),
         "weights": (is_near(model.get_weights(), descend_together(local_steps.descend, epochs)), True),

@@ -19,9 +19,9 @@ SIZE, EPOCHS = 8, 3  # the last of four batches has 2 and 1 examples
 
 @contextlib.contextmanager
 def local(world, every, outer=None, nan_policy="ignore", compression=None):
-    strategy, engine = world.trainer.strategy, world.trainer._context.engine
+    strategy = world.trainer.strategy
     strategy.sync_every, strategy.outer = sync_intervals("sync_every", every), outer or tfdist.Outer()
-    engine.nan_policy, engine.compressor = nan_policy, tfdist.compression.create(compression)
+    strategy.engine.nan_policy, world.trainer.compression = nan_policy, compression
     try:
         yield
     finally:

@@ -30,7 +30,7 @@ def other(tmp_path):
 
 
 def test_a_folder_of_a_run_that_lives_is_refused_and_the_supervisor_is_told(other, tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "_ENDING_SECONDS", 0.3)
+    monkeypatch.setattr(claim, "ENDING_SECONDS", 0.3)
     (tmp_path / "progress").mkdir()
     monkeypatch.setenv(progress.FOLDER, str(tmp_path / "progress"))
     with pytest.raises(ConfigError, match=f"which has not ended: process {other.pid} on"):
@@ -48,7 +48,7 @@ def test_a_run_that_was_killed_hinders_nobody_not_even_as_a_zombie(other, tmp_pa
 
 
 def test_a_run_that_is_about_to_end_is_waited_for(tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "_ENDING_SECONDS", 60.0)
+    monkeypatch.setattr(claim, "ENDING_SECONDS", 60.0)
     with subprocess.Popen(["sleep", "1"]) as process:
         begun = psutil.Process(process.pid).create_time()
         text = f"process {process.pid} on {socket.gethostname()} (0f), begun at {begun:.2f}"
@@ -83,7 +83,7 @@ def test_of_two_runs_at_a_url_the_one_that_began_later_owns_it(monkeypatch):
     first.take()
     first.check()
     with monkeypatch.context() as later:
-        later.setattr(claim, "_this_run", ELSEWHERE)
+        later.setattr(claim, "this_run", lambda: ELSEWHERE)
         second.lock()
         second.take()
     with pytest.raises(ConfigError, match="was taken over by a newer run: process 1 on elsewhere "):
@@ -91,6 +91,6 @@ def test_of_two_runs_at_a_url_the_one_that_began_later_owns_it(monkeypatch):
     first.release()
     assert second.owner() == ELSEWHERE
     with monkeypatch.context() as later:
-        later.setattr(claim, "_this_run", ELSEWHERE)
+        later.setattr(claim, "this_run", lambda: ELSEWHERE)
         second.release()
     assert second.owner() is None

@@ -33,7 +33,7 @@ def finished(tmp_path, monkeypatch):
 
 
 def test_a_launcher_removes_the_backups_of_its_own_run_only(finished, tmp_path, monkeypatch):
-    monkeypatch.setattr(claim, "_ENDING_SECONDS", 0.3)
+    monkeypatch.setattr(claim, "ENDING_SECONDS", 0.3)
     folders = [finished("own", claim.this_run()), finished("own/fit-2", claim.this_run())]
     others = [finished("another", "process 1 on another (1), begun at 1.0"), finished("used", claim.this_run())]
     with subprocess.Popen(["sleep", "600"]) as process:

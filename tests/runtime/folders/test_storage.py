@@ -107,7 +107,7 @@ def test_a_call_is_tried_twice_unless_the_environment_says_otherwise(s3, monkeyp
     monkeypatch.setitem(fsspec.config.conf, "s3", options)
     if variable:
         monkeypatch.setenv(variable, "3")
-    with storage._access(s3.url, "be read") as (fs, _):
+    with storage.access(s3.url, "be read") as (fs, _):
         assert fs.config_kwargs.get("retries", {}).get("max_attempts") == used
     if used == 1:
         s3.rule = lambda method, path, body: 500

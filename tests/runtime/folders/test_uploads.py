@@ -41,7 +41,7 @@ def test_files_are_uploaded_removed_and_downloaded_again(s3):
 
 @pytest.mark.parametrize(("status", "why"), [(500, "InternalError"), (403, "no permission")])
 def test_a_failing_upload_costs_one_warning_and_is_tried_again(s3, capsys, monkeypatch, status, why):
-    monkeypatch.setattr(uploads, "_PAUSES_AT_END", (0.0,))
+    monkeypatch.setattr(uploads, "PAUSES_AT_END", (0.0,))
     opened = UploadedFolder(f"{s3.url}/logs", everything)
     (opened.folder / "events").write_bytes(b"1")
     s3.rule = lambda method, path, body: status if method == "PUT" else None
@@ -77,7 +77,7 @@ def test_an_upload_that_takes_long_does_not_stop_the_training(s3):
 
 
 def test_a_work_directory_at_a_url_belongs_to_the_newest_run(s3, capsys, monkeypatch):
-    monkeypatch.setattr(uploads, "_PAUSES_AT_END", (0.0,))
+    monkeypatch.setattr(uploads, "PAUSES_AT_END", (0.0,))
     workdir = Workdir(f"{s3.url}/run/")
     with workdir.claim(is_owner=True):
         assert storage.read(f"{workdir}/run").decode() == claim.this_run()

@@ -50,7 +50,7 @@ def test_a_server_receives_the_progress_while_a_model_trains(tmp_path, monkeypat
         assert has_step.wait(SECONDS), "no post within an epoch"
 
     (tmp_path / "token").write_text("secret\n")
-    monkeypatch.setattr(kubeflow, "_SECONDS", 0.05)
+    monkeypatch.setattr(kubeflow, "POST_EVERY", 0.05)
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         monkeypatch.setenv(f"{prefix}_URL", f"http://127.0.0.1:{server.server_address[1]}/trainjobs/x/status")
@@ -69,7 +69,7 @@ def test_a_server_receives_the_progress_while_a_model_trains(tmp_path, monkeypat
 
 
 def test_a_training_goes_on_without_the_server(monkeypatch, caplog):
-    monkeypatch.setattr(kubeflow, "_SECONDS", 0.01)
+    monkeypatch.setattr(kubeflow, "POST_EVERY", 0.01)
     monkeypatch.setenv("KUBEFLOW_TRAINER_SERVER_URL", "http://127.0.0.1:1/status")
     assert len(fit().history["loss"]) == 2
     warnings = [each for each in caplog.messages if "cannot write http://127.0.0.1:1/status: " in each]

@@ -293,7 +293,7 @@ def signals_end_process() -> Iterator[None]:
     def take_back() -> None:
         while not over.wait(_TAKE_BACK_EVERY):
             if _action() != keep:
-                taken.append(_set_action(keep))
+                taken.append(set_action(keep))
 
     thread = threading.Thread(target=take_back, daemon=True, name="tfdist-signals")
     thread.start()
@@ -305,7 +305,7 @@ def signals_end_process() -> Iterator[None]:
         for number, handler in handlers.items():
             signal.signal(number, handler)
         if taken and not _preemption_listens():
-            _set_action(taken[-1])
+            set_action(taken[-1])
 
 
 # Unlike `signal.signal`, these functions work in any thread, and see the handler that TensorFlow has set. None stands for SIG_DFL.
@@ -320,7 +320,7 @@ def _action() -> int | None:
     return address
 
 
-def _set_action(address: int | None) -> int | None:
+def set_action(address: int | None) -> int | None:
     """Sets the C function that handles SIGTERM, and returns the previous one."""
     put = ctypes.pythonapi.PyOS_setsig
     put.argtypes = [ctypes.c_int, ctypes.c_void_p]

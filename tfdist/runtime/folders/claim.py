@@ -29,7 +29,7 @@ FILE = "run"
 JOB = "TFDIST_RUN"  # set for tasks: the name of their launcher's run
 _OWNER = re.compile(r"process (\d+) on (\S+) \(\w+\), begun at ([\d.]+)")
 _SAME_TIME = 5.0  # seconds by which two readings of a process's start time may differ, because clocks are adjusted
-_ENDING_SECONDS = 5.0  # to wait for a run that is ending
+ENDING_SECONDS = 5.0  # to wait for a run that is ending
 _LONGEST = 4096  # limit of a name, in bytes
 
 
@@ -67,7 +67,7 @@ class Claim:
             OSError: The file cannot be created.
         """
         storage.make_folder(self._folder)
-        deadline = time.monotonic() + _ENDING_SECONDS
+        deadline = time.monotonic() + ENDING_SECONDS
         while not self._try_lock():
             if time.monotonic() > deadline:
                 progress.write(refused=True)

@@ -36,7 +36,7 @@ _PASSWORD = re.compile(r"(?<=://)[^\s/@'\"]*:[^\s@'\"]*(?=@)")  # secrets contai
 _QUERY = re.compile(r"(://[^\s?'\"]*)\?[^\s'\"]+")
 _NO_CREDENTIALS = re.compile("Credentials|TokenRetrieval|SSOToken|ProfileNotFound|RefreshError")  # in a type's name
 _UNSUPPORTED = (NotImplementedError, TypeError, ValueError, AttributeError, ImportError)
-_PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds between attempts
+PAUSES = (1.0, 2.0, 4.0, 8.0)  # seconds between attempts
 _LARGEST = 1 << 40
 
 T = TypeVar("T")
@@ -96,7 +96,7 @@ def list_folder(path: str) -> list[str]:
     """Returns the names in a folder, without slashes at the end."""
     if not is_url(path):
         return os.listdir(path)
-    with _access(path, "be listed") as (fs, inner):
+    with access(path, "be listed") as (fs, inner):
         entries = fs.ls(inner, detail=True)
         names = [
             entry["name"].rstrip("/").rpartition("/")[2] for entry in entries if not _is_same(entry["name"], inner)
@@ -125,7 +125,7 @@ def size(path: str) -> int:
     """Returns the size of a file in bytes."""
     if not is_url(path):
         return os.stat(path).st_size
-    with _access(path, "be read") as (fs, inner):
+    with access(path, "be read") as (fs, inner):
         return int(fs.info(inner)["size"])
 
 
@@ -133,7 +133,7 @@ def modified(path: str) -> int:
     """Returns the time of a file's last change in nanoseconds since 1970; 0 if the storage does not know it."""
     if not is_url(path):
         return os.stat(path).st_mtime_ns
-    with _access(path, "be read") as (fs, inner):
+    with access(path, "be read") as (fs, inner):
         try:
             return int(fs.modified(inner).timestamp() * 1e9)
         except NotImplementedError:
@@ -145,7 +145,7 @@ def read(path: str | os.PathLike[str]) -> bytes:
     path = os.fspath(path)
     if not is_url(path):
         return read_file(path, _LARGEST)
-    with _access(path, "be read") as (fs, inner):
+    with access(path, "be read") as (fs, inner):
         return bytes(fs.cat_file(inner))
 
 
@@ -168,7 +168,7 @@ def download(url: str, local: str) -> None:
     """Copies a file from a URL to a local path. Its errors of the local disk have an `errno`."""
     with open(local, "wb"):
         pass  # an error of the local file is not one of the URL
-    with _access(url, "be read", local=local) as (fs, inner):
+    with access(url, "be read", local=local) as (fs, inner):
         fs.get_file(inner, local)
 
 
@@ -176,7 +176,7 @@ def rename(old: str, new: str) -> None:
     """Renames a file or a folder. Replaces a file; a folder must not exist under the new name."""
     if not is_url(old):
         return os.replace(old, new)
-    with _access(old, "be renamed") as (fs, inner), _access(new, "be written") as (_, target):
+    with access(old, "be renamed") as (fs, inner), access(new, "be written") as (_, target):
         if not _is_object_store(old):
             return fs.mv(inner, target)
         # Each file by itself: `mv` of a folder also copies folders, which are no files there.
@@ -193,7 +193,7 @@ def remove(path: str) -> None:
     try:
         if not is_url(path):
             return os.unlink(path)
-        with _access(path, "be removed") as (fs, inner):
+        with access(path, "be removed") as (fs, inner):
             fs.rm_file(inner)
     except FileNotFoundError:
         pass
@@ -203,7 +203,7 @@ def remove_tree(path: str) -> None:
     """Removes a folder and its content; for a link, removes only the link."""
     if not is_url(path):
         return os.unlink(path) if os.path.islink(path) else shutil.rmtree(path)
-    with _access(path, "be removed") as (fs, inner):
+    with access(path, "be removed") as (fs, inner):
         fs.rm(inner, recursive=True)
 
 
@@ -212,7 +212,7 @@ def make_folder(path: str) -> None:
     if not is_url(path):
         os.makedirs(path, exist_ok=True)
     elif not _is_object_store(path):
-        with _access(path, "be created") as (fs, inner):
+        with access(path, "be created") as (fs, inner):
             fs.makedirs(inner, exist_ok=True)
 
 
@@ -233,7 +233,7 @@ def with_retries(
     Raises:
         PassingError: The last attempt failed, too; or another type of `passing`.
     """
-    pauses = _PAUSES if pauses is None else pauses
+    pauses = PAUSES if pauses is None else pauses
     for number, pause in enumerate(pauses):
         try:
             return work()
@@ -251,7 +251,7 @@ def _kind(path: str) -> str | None:
     try:
         if not is_url(path):
             return "directory" if stat.S_ISDIR(os.stat(path).st_mode) else "file"
-        with _access(path, "be read") as (fs, inner):
+        with access(path, "be read") as (fs, inner):
             return str(fs.info(inner)["type"])
     except (FileNotFoundError, NotADirectoryError):
         return None
@@ -266,7 +266,7 @@ def _is_same(name: str, path: str) -> bool:
 
 
 @contextlib.contextmanager
-def _access(url: str, purpose: str, local: str = "") -> Iterator[tuple[Any, str]]:
+def access(url: str, purpose: str, local: str = "") -> Iterator[tuple[Any, str]]:
     """Yields the file system of a URL and the path in it; translates its errors. `purpose` completes "... cannot"."""
     try:
         from fsspec.core import url_to_fs
@@ -304,7 +304,7 @@ def _options(url: str) -> dict[str, Any]:
 @contextlib.contextmanager
 def _writing(url: str) -> Iterator[tuple[Any, str]]:
     """Yields the file system of a URL and the path to write to, which is renamed at the end if the storage does not write atomically."""
-    with _access(url, "be written") as (fs, inner):
+    with access(url, "be written") as (fs, inner):
         try:
             if _is_object_store(url):
                 yield fs, inner
@@ -341,7 +341,7 @@ def _reason(error: BaseException) -> str:
 def list_files(folder: str) -> dict[str, int]:
     """Returns the sizes in bytes of all files below a folder at a URL, by their path in it; empty if the folder does not exist."""
     try:
-        with _access(folder, "be listed") as (fs, inner):
+        with access(folder, "be listed") as (fs, inner):
             found: dict[str, Any] = fs.find(inner, detail=True)
     except FileNotFoundError:
         return {}

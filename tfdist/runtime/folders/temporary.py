@@ -23,7 +23,7 @@ from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.runtime.log import logger
 from tfdist.runtime.report import progress
 
-_OF_ALL_PROCESSES = "/tmp"  # not TMPDIR, which may differ
+OF_ALL_PROCESSES = "/tmp"  # not TMPDIR, which may differ
 _NEW = "tfdist-new-"  # prefix of folders that have no lock yet
 _folders: set[str] = set()  # of this process
 _warned: set[str] = set()
@@ -68,7 +68,7 @@ def user_folder() -> str | None:
 
     Only this user can access it. A folder of that name that another user has created, or can access, is not used.
     """
-    folder = os.path.join(_OF_ALL_PROCESSES, f".tfdist-{os.geteuid()}")
+    folder = os.path.join(OF_ALL_PROCESSES, f".tfdist-{os.geteuid()}")
     try:
         try:
             os.mkdir(folder, 0o700)

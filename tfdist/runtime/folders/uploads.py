@@ -18,7 +18,7 @@ from tfdist.runtime.folders import storage
 from tfdist.runtime.folders.temporary import temporary_folder
 from tfdist.runtime.log import logger
 
-_PAUSES_AT_END = (0.0, 1.0, 2.0, 4.0)  # seconds before the attempts
+PAUSES_AT_END = (0.0, 1.0, 2.0, 4.0)  # seconds before the attempts
 
 
 class UploadedFolder:
@@ -69,7 +69,7 @@ class UploadedFolder:
         """Uploads the changed files, and warns about those that cannot be uploaded."""
         if self._thread:
             self._thread.join()  # the storage's client limits its time
-        for pause in _PAUSES_AT_END:
+        for pause in PAUSES_AT_END:
             time.sleep(pause)
             files = self._files()
             self._upload(files)

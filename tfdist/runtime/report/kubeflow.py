@@ -20,7 +20,7 @@ from tfdist.runtime.files import read_file, warning_once
 from tfdist.runtime.report import progress
 
 _PREFIXES = ("KUBEFLOW_TRAINER_SERVER_", "KUBEFLOW_TRAINER_STATUS_")  # the second one is that of drafts
-_SECONDS = 10.0  # between two posts
+POST_EVERY = 10.0  # seconds between two posts
 _TIMEOUT = 5.0  # of a post
 _LONGEST = 64  # of the name of a metric
 
@@ -48,7 +48,7 @@ def _post_until(prefix: str, ended: threading.Event) -> None:
     pace = _Pace()
     is_last = False
     while not is_last:
-        is_last = ended.wait(_SECONDS)
+        is_last = ended.wait(POST_EVERY)
         with warning_once(os.environ[f"{prefix}URL"], "and the TrainJob does not show its progress"):
             _post(prefix, pace.status(progress.own()))
 
