@@ -18,7 +18,6 @@ import pytest
 import tensorflow as tf
 
 import tfdist
-from tests.helpers import tiers
 from tests.helpers.launched_job import until
 from tests.helpers.reused_model import ReusedModel
 from tfdist import ConfigError

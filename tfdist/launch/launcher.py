@@ -189,7 +189,7 @@ class Launcher:
 
     def _handle_signals(self) -> None:
         """Ends all tasks: at the first signal in the grace period, at another one at once."""
-        start = self._start
+        start, received = self._start, len(self.signals)  # one that arrives from here on is for the next turn
         is_first = not start.signals_handled
         grace = self._options.grace_seconds if is_first else 0.0
         advice = ""
@@ -205,7 +205,7 @@ class Launcher:
                 limit = f"; tasks that still run after {grace:g} s, or at another signal, are killed"
             self._output.say(f"{name}: ending all tasks{limit}{advice}")
         start.end(grace, self.signals[0])
-        start.signals_handled = len(self.signals)
+        start.signals_handled = received
 
     def _wait(self) -> None:
         """Waits before a restart; a signal ends the wait."""
