@@ -161,6 +161,7 @@ def check(found, keras_own, steps=ALL_STEPS):
             np.testing.assert_allclose(values, expected, rtol=1e-5, atol=1e-6, err_msg=f"{run}: {tag}")
 
 
+@pytest.mark.full
 def test_a_killed_trainings_curves_go_on_before_the_eyes_of_a_server(tmp_path, keras_own):
     with server(tmp_path / "curves") as ask:
         code, text = life("one_device", tmp_path, kills=[13])

@@ -63,7 +63,7 @@ SPLIT = {
     "logits_smoothed": ["parts"],  # of two numbers for each label
     "probabilities": ["parts"],  # of the outputs
 }
-QUICK_SPLIT = 4  # of them in the first tier
+QUICK_SPLIT = 3  # of them in the first tier
 SPLIT_GROUPS = tuple(SPLIT)[:QUICK_SPLIT], tuple(SPLIT)[QUICK_SPLIT:]
 ERRORS = {
     "two": "The layout map has two layouts for one variable",

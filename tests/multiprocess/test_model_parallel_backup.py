@@ -4,7 +4,6 @@ import shutil
 
 import pytest
 
-from tests.helpers import tiers
 from tests.multiprocess import harness
 from tfdist.runtime.end.process_end import PREEMPTED
 
@@ -31,9 +30,10 @@ def interrupted(runs, mesh, case, tmp_path):
     return folder, steps
 
 
+@pytest.mark.full
 @pytest.mark.parametrize(
     ("mesh", "case"),
-    tiers.cases([(mesh, case) for mesh in ("1x2", "2x2") for case in ("batch_norm-adamw", "dropout-averages")], 1),
+    [(mesh, case) for mesh in ("1x2", "2x2") for case in ("batch_norm-adamw", "dropout-averages")],
 )
 def test_a_training_resumes_to_the_bit(runs, tmp_path, mesh, case):
     whole = train(runs, mesh, case, tmp_path / "whole")

@@ -26,15 +26,11 @@ FULL_CASES = [*CASES, "metrics_with_state", "accumulation_with_everything", "eag
 PARTS = ["exchanges", "rows", "kinds"]  # of every compressor
 
 
-def quick_and_full(quick, full):
-    return [quick, pytest.param(full, marks=pytest.mark.full)]
-
-
-@pytest.mark.parametrize("cases", quick_and_full(CASES[1:2], FULL_CASES))
-def test_two_ranks_train_what_one_process_does(stock, tmp_path, cases):
-    expected = stock(*cases)
-    for results in harness.mpirun("fit_program", tmp_path, *cases):
-        for case in cases:
+@pytest.mark.full  # tests/end_to_end/test_schedulers.py trains two ranks, too
+def test_two_ranks_train_what_one_process_does(stock, tmp_path):
+    expected = stock(*FULL_CASES)
+    for results in harness.mpirun("fit_program", tmp_path, *FULL_CASES):
+        for case in FULL_CASES:
             far = 2e-2 if case.startswith("mixed") else 2e-5
             for mine, other in zip(results[case]["weights"], expected[case]["weights"], strict=True):
                 np.testing.assert_allclose(mine, other, atol=far, rtol=0, err_msg=case)

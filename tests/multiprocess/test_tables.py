@@ -83,5 +83,5 @@ def test_any_number_of_workers_restores_a_backup(runs, tmp_path_factory, writers
 
     written = run(writers, "backup")
     assert len(set(written)) > 5
-    for readers in {1, 2, 3}:
+    for readers in {1, 2, 3} - {writers}:
         assert run(readers, "restore") == written

@@ -185,8 +185,9 @@ LOST = (
     + """
 progress.write(done=7, saved=5)
 if progress.restarts() == 0:
-    await_file("other") if TASK["index"] else pathlib.Path("other").write_text("here")
+    say("at step 7")
     if TASK["index"] == 1:
+        await_file("go")
         os.kill(PID, signal.SIGKILL)
     sleep_for_ever()
 say(f"restarts: {progress.restarts()}")
@@ -196,9 +197,10 @@ say(f"restarts: {progress.restarts()}")
 
 @pytest.mark.parametrize("lost", ["os.getpid()", "os.getppid()"], ids=["task", "actor"])
 def test_the_job_restarts_after_the_loss_of_a_task_or_of_an_actor(job, lost):
-    assert job.run(LOST.replace("PID", lost), job.flag, "--workers=2", "--max_restarts=1", "--warm=0") == 0, (
-        job.output()
-    )
+    process = job.start(LOST.replace("PID", lost), job.flag, "--workers=2", "--max_restarts=1", "--warm=0")
+    until(lambda: job.output().count("at step 7") == 2)  # the launcher has the records, which arrive with the lines
+    (job.folder / "go").write_text("now")
+    assert process.wait(timeout=150) == 0, job.output()
     assert "worker:1 lost at step 7 (killed by SIGKILL); restart 1/1 from step 5" in job.output()
     assert ("Ray has lost the actor of this task" in job.output()) == (lost == "os.getppid()")
     assert "[worker:1] restarts: 1" in job.output()

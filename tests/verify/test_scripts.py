@@ -9,7 +9,8 @@ from tests.scripts import table
 pytestmark = pytest.mark.timeout(900)
 
 SCRIPTS = scripts.load()
-QUICK = {table.MODES[0]: "adversarial", table.MODES[2]: "own_loss_in_step"}  # test_runs.py verifies with workers
+FIRST, _, LAST = table.MODES
+QUICK = {FIRST: "adversarial", LAST: "own_loss_in_step"}  # test_runs.py verifies with workers
 ROWS = [(name, tuple(table.MODES)) for name in SCRIPTS]
 
 

@@ -68,24 +68,31 @@ def descend_together(optimizer, epochs):
     return weights
 
 
+def trained_by_parts(world, every):
+    """Compares a training, an evaluation and a prediction with a plain loop that exchanges weights after so many steps."""
+    how = {"batch_size": SIZE, "verbose": 0}
+    numbers = [7, 3, 2][: world.workers]
+    with local(world, every), shares(world, *numbers):
+        model = linear(world, keras.optimizers.SGD, steps_per_execution=3, metrics=["mae"])
+        model.fit(X, Y, epochs=EPOCHS, shuffle=False, validation_data=(X, Y), **how)
+        weights = model.get_weights()
+        predicted = X @ weights[0] + weights[1]
+        errors = predicted - Y
+        return {
+            "weights": (is_near(weights, descend(numbers, max(every, 1))), True),
+            "evaluated": (model.evaluate(X, Y, **how), [np.mean(errors**2), np.mean(np.abs(errors))]),
+            "predicted": (np.abs(model.predict(X, **how) - predicted).max() < 1e-6, True),
+        }
+
+
 @case(WORKERS, THREE_WORKERS, full=(THREE_WORKERS,))
 def unequal_parts_train_what_a_plain_loop_does(world):
-    numbers = [7, 3, 2][: world.workers]
-    seen = {}
-    how = {"batch_size": SIZE, "verbose": 0}
-    for name, every in (("at each step", 0), ("alone", 5)):
-        with local(world, every), shares(world, *numbers):
-            model = linear(world, keras.optimizers.SGD, steps_per_execution=3, metrics=["mae"])
-            model.fit(X, Y, epochs=EPOCHS, shuffle=False, validation_data=(X, Y), **how)
-            weights = model.get_weights()
-            predicted = X @ weights[0] + weights[1]
-            errors = predicted - Y
-            seen |= {
-                name: (is_near(weights, descend(numbers, max(every, 1))), True),
-                name + ", evaluated": (model.evaluate(X, Y, **how), [np.mean(errors**2), np.mean(np.abs(errors))]),
-                name + ", predicted": (np.abs(model.predict(X, **how) - predicted).max() < 1e-6, True),
-            }
-    return seen
+    return trained_by_parts(world, every=0)
+
+
+@case(WORKERS, THREE_WORKERS, full=(THREE_WORKERS,))
+def unequal_parts_that_train_alone_do_so_too(world):
+    return trained_by_parts(world, every=5)
 
 
 @case(WORKERS)

@@ -103,7 +103,7 @@ class Near(keras.metrics.Metric):
         return self.near
 
 
-@case(MIRRORED, WORKERS, full=())
+@case()
 def function_of_one_number(world):
     model = identity(world, metrics=[lambda: span, lambda: dice], loss=dice)
     parts = batches(X)

@@ -50,7 +50,7 @@ def train(world, folder, callbacks=()):
     return {v.path: [own.numpy().tobytes().hex() for own in local(v.value)] for v in variables}
 
 
-@case(WORKERS, MIRRORED, TWO_EACH)
+@case(WORKERS, MIRRORED, TWO_EACH, full=(WORKERS, TWO_EACH))
 def to_the_bit_in_the_same_process(world):
     undisturbed = train(world, "undisturbed")
     try:

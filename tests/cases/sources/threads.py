@@ -49,6 +49,13 @@ def trained(world, trainer, make):
     return {"same bits": (chief == worker, True), "finite": (np.isfinite(model.get_weights()[0]).all(), True)}
 
 
+for name, make in {**OPTIMIZERS, **FURTHER}.items():
+
+    @case(UNLIKE_THREADS, full=name in FURTHER, name=name)
+    def _(world, make=make):
+        return trained(world, world.trainer, make)
+
+
 @case(UNLIKE_THREADS)
 def the_workers_do_round_differently(world):
     """Or nothing here could fail."""
@@ -58,13 +65,6 @@ def the_workers_do_round_differently(world):
         "sums differ": (chief != worker, True),
         "difference": (hardware.describe_difference(world.trainer.strategy), "threads (1, 4)"),
     }
-
-
-for name, make in {**OPTIMIZERS, **FURTHER}.items():
-
-    @case(UNLIKE_THREADS, full=name in FURTHER, name=name)
-    def _(world, make=make):
-        return trained(world, world.trainer, make)
 
 
 @case(UNLIKE_THREADS, warning="saves no time among workers of one host")
