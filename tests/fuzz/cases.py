@@ -1,7 +1,7 @@
 """Cases of the fuzz test: each integer seed draws a model, its data, and how it is trained.
 
 Seeds below 1000 draw what they always drew; from 1000 on, `later_draws` adds to that; from 10000 on, `state_draws`, too; from 20000 on,
-`call_draws`, too; from 30000 on, half of the cases split the optimizer's state.
+`call_draws`, too; from 30000 on, half of the cases split the optimizer's state; from 80000 on, half of them scale the loss.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import itertools
 import random
 from typing import Any
 
-FIRST_WITH_STATE, FIRST_WITH_CALLS, FIRST_WITH_SHARDS = 10_000, 20_000, 30_000  # seeds
+FIRST_WITH_STATE, FIRST_WITH_CALLS, FIRST_WITH_SHARDS, FIRST_WITH_SCALES = 10_000, 20_000, 30_000, 80_000  # seeds
 CLASSES, TOKENS, WORDS = 3, 4, 7
 SEQUENCES = ("tokens", "masked_tokens")
 SEVERAL = ("outputs", "masked_outputs")  # outputs, "a" and "b"; a mask reaches the loss of "a"
@@ -102,6 +102,7 @@ class Case:
     fit_steps: int = 0  # of each of these fits
     evaluated_steps: int = 0  # of the evaluation after each of them, on the same generator
     shards: bool = False  # whether the optimizer's state is split
+    scales: bool = False  # whether a `LossScaleOptimizer` is around the optimizer
 
     @property
     def ids(self) -> bool:
@@ -207,6 +208,10 @@ def draw(seed: int) -> Case:
         case = call_draws.draw_calls(case)
     if seed >= FIRST_WITH_SHARDS:
         case = dataclasses.replace(case, shards=random.Random(f"{seed}, shards").random() < 0.5)
+    if seed >= FIRST_WITH_SCALES:
+        # A step of one's own that does not scale its loss would be wrong in plain Keras, too.
+        is_possible = case.step != "own" and "loss_scale_factor" not in case.options
+        case = dataclasses.replace(case, scales=is_possible and random.Random(f"{seed}, scales").random() < 0.5)
     return case
 
 

@@ -46,8 +46,11 @@ def compile_model(case: Case, model: keras.Model, losses: Any) -> None:
     with_weights = [name for name in case.batch_metrics if name in cases.WEIGHTED_METRICS]
     metrics = mae + batch_metrics.make([name for name in case.batch_metrics if name not in with_weights])
     weighted += batch_metrics.make(with_weights)
+    optimizer = getattr(keras.optimizers, case.optimizer)(**case.options)
+    if case.scales:  # by a power of two, which rounds nothing
+        optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10)
     model.compile(
-        getattr(keras.optimizers, case.optimizer)(**case.options),
+        optimizer,
         losses,
         loss_weights=arithmetic.LOSS_WEIGHTS if several else None,
         metrics=({"b": metrics} if several and metrics else metrics) or None,

@@ -25,8 +25,9 @@ FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036, 20001, 20022, 30082,
 # 1037: a loss of vectors and synchronized BatchNorm, in a step for which one worker has no data. 10000, 10005: workers' own rows.
 # 10106: gathers beside gradients that are reduced in a condition. 20003: a softmax over the batch, in calls on batches. 20025: pairs of
 # examples, in fits on a generator. 71310: a queue of the batch, after a validation step for which one worker has no data.
-# 30108, 30235: split state, with averages that overwrite the weights.
-FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005, 10106, 20003, 20025, 30108, 30235, 71310]
+# 30108, 30235: split state, with averages that overwrite the weights. 80006, 80015: a scaled loss and split state beside metrics of the
+# whole batch.
+FULL_OF_WORKERS = [1002, 1003, 1037, 10000, 10005, 10106, 20003, 20025, 30108, 30235, 71310, 80006, 80015]
 # Each begins with seeds of its own, and goes on until its time is over.
 GROUPS = [
     *(("replicas", first, 3) for first in range(0, 300, 60)),
@@ -39,7 +40,7 @@ GROUPS = [
     *(("replicas", first, 3) for first in range(20000, 20300, 100)),
     *(("workers", first, 3) for first in (20000, 20100)),
     ("servers", 20000, 3),
-    *((arm, 30000, 3) for arm in ("replicas", "workers")),
+    *((arm, first, 3) for first in (30000, 80000) for arm in ("replicas", "workers")),
 ]
 
 
