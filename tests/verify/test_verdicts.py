@@ -73,13 +73,13 @@ def test_right_records_are_equal_bit_for_bit():
     assert line == "2 workers = 1 device, bit for bit, 5 updates; resume exact"
 
 
-def scaled(factor):
+def scaled(factor, with_gradients=True):
     def plant(records):
         for entries in records.values():
             for entry in entries[1:]:
                 variable = entry["variables"]["dense/kernel"]
                 variable["checksum"] += 1000
-                for scaled in (entry["gradient"], variable):
+                for scaled in (entry["gradient"], variable)[not with_gradients :]:
                     scaled["norm"] *= factor
                     scaled["sketch"] = [factor * value for value in scaled["sketch"]]
 
@@ -146,6 +146,7 @@ def unequal_metric(records):
         ),
         (scaled(0.5), "scale", 1, "gradients of 2 workers are 0.5 of one device's: the loss is divided twice"),
         (scaled(2.0), "scale", 1, "gradients of 2 workers are 2 of one device's: the gradient is not divided"),
+        (scaled(0.5, with_gradients=False), "scale", 1, "updates of 2 workers are 0.5 of one device's: the loss is"),
         (scaled(1.3), "within rounding", 1, "differs by 3.0e-01 of its size, most in dense/kernel"),
         (unequal_metric, "loss and metrics", 3, "loss is 7 in place of 0.3333333"),
         (silently_float32, "precision used", None, "the policy is mixed_float16, and all layers compute in float32"),
