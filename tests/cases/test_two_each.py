@@ -5,7 +5,8 @@ import pytest
 from tests.cases import table
 from tests.cases.arms import TWO_EACH
 
-pytestmark = pytest.mark.timeout(900)
+# tests/multiprocess/test_any_size.py trains two workers of two devices each in the first tier.
+pytestmark = [pytest.mark.timeout(900), pytest.mark.full]
 
 
 @table.of(TWO_EACH)

@@ -137,6 +137,7 @@ def test_each_launcher_restarts_its_own_tasks_until_all_have_met(on_both):
     assert ends(shown[0])[1] == ends(shown[1])[1] != set()
 
 
+@pytest.mark.full
 def test_each_launcher_restarts_its_own_tasks_from_the_chiefs_backup_with_equal_bits(on_both, undisturbed):
     """The folder of the backups is relative, so that each host has its own."""
     command = [sys.executable, "script.py", "multi_worker_mirrored", "seeded", "backup", "worker:1"]

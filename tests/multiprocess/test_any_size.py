@@ -31,14 +31,13 @@ QUICK = ("executions:int8",)
 NEXT = ("cnn:none", "synchronized_normalization:none", "transformer:powersgd")
 SIX = ("cnn:none",)  # with six replicas
 # Workers, the devices of each, and how their gradients travel; one alone sends none.
-QUICK_CLUSTER = (4, 1, "grpc")
-CLUSTERS = ((2, 2, "shared_memory"), QUICK_CLUSTER, (2, 2, "grpc"), (4, 1, "shared_memory"), (1, 4, "grpc"))
+CLUSTERS = ((2, 2, "shared_memory"), (4, 1, "grpc"), (2, 2, "grpc"), (4, 1, "shared_memory"), (1, 4, "grpc"))
 CLUSTERS_OF_SIX = ((6, 1, "shared_memory"), (6, 1, "grpc"), (3, 2, "shared_memory"), (3, 2, "grpc"), (1, 6, "grpc"))
 
 # In `make test-all` one cluster runs a training: another one for each compression of a case, and for each case of a compression.
 EVERY = [(*cluster, training) for cluster in CLUSTERS for training in TRAININGS]
-QUICK_ONES = [(*QUICK_CLUSTER, training) for training in QUICK]
-NEXT_ONES = [(*CLUSTERS[0], training) for training in NEXT] + [(*QUICK_CLUSTER, "cnn:none")]
+QUICK_ONES = [(*CLUSTERS[0], training) for training in QUICK]
+NEXT_ONES = [*((*CLUSTERS[0], training) for training in NEXT), (*CLUSTERS[1], "cnn:none"), (*CLUSTERS[1], *QUICK)]
 NEXT_ONES += [(*CLUSTERS[sum(divmod(i, len(CASES))) % len(CLUSTERS)], each) for i, each in enumerate(TRAININGS)]
 FULL_ONES = [each for each in dict.fromkeys(NEXT_ONES) if each not in QUICK_ONES]
 SLOW_ONES = [each for each in EVERY if each not in {*QUICK_ONES, *FULL_ONES}]

@@ -49,12 +49,13 @@ def fail_first_and_last(path):
     [
         # The worker's part of the first backup: all agree that it is lost, and the next one is complete. Nobody may write
         # the last one: the training has been done, and ends with an error on both.
-        (
+        pytest.param(
             fail_first_and_last,
             ("this task's part of the backup step-4 could not be uploaded: ", "(worker:1). The training continues; there is no backup yet; the next"),
             f"BackupError: The last backup, step-12-end, could not be uploaded: s3://backups{LAST}rank-1.data-00000-of-00001 cannot be written: no "
             "permission (AccessDenied of the test) (worker:1). The newest backup is step-12. Check",
             {"step-8", "step-12"},
+            marks=pytest.mark.full,
         ),
         (
             lambda path: 403 if "rank-1.probe" in path else None,

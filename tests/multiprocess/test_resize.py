@@ -73,7 +73,7 @@ FEWER = [(2, "replicas=4", 4), (1, "replicas=4", 0)]  # four workers: the job th
     ("legs", "compression"),
     [
         pytest.param(LEGS[0][1], "powersgd", id="4 2 1 4 powersgd", marks=pytest.mark.full),
-        pytest.param(FEWER, "none", id="replicas 2 1"),
+        pytest.param(FEWER, "none", id="replicas 2 1", marks=pytest.mark.full),
         pytest.param(REPLICAS, "none", id="replicas 4 2 1 2", marks=pytest.mark.full),
         pytest.param(REPLICAS, "powersgd", id="replicas 4 2 1 2 powersgd", marks=pytest.mark.full),
         pytest.param(LEGS[0][1], "none", id="4 2 1 4", marks=pytest.mark.full),

@@ -69,7 +69,7 @@ def all_methods(model, callbacks=()):
     return {**found, "weights": model.get_weights()}
 
 
-@case(MIRRORED, WORKERS, SERVERS)
+@case(MIRRORED, WORKERS, SERVERS, full=(MIRRORED, SERVERS))
 def methods(world):
     """Every method, and files that all ranks write to one path."""
     files = world.folder / "files"

@@ -99,7 +99,7 @@ def off_of_equal_lengths(world):
     return check_lengths(world, (12, 12))
 
 
-@case(WORKERS)
+@case(WORKERS, full=True)  # distributions.py and own_slices.py have such lengths, too
 def off_of_unequal_lengths(world):
     return check_lengths(world, (17, 7))
 
@@ -119,7 +119,7 @@ def off_eagerly(world):
     return check_lengths(world, (7, 17), run_eagerly=True)
 
 
-@case()
+@case(full=True)
 def off_repeated_for_steps(world):
     parts = parts_of(world)
     own = off(tf.data.Dataset.from_tensor_slices(parts[world.rank]).batch(8).repeat())

@@ -53,7 +53,7 @@ def right(clip=None, accumulated=1, momentum=None):
     return table if momentum is None else average
 
 
-@case(ONE_DEVICE, MIRRORED, WORKERS, TWO_EACH, SERVERS, full=(WORKERS, TWO_EACH))
+@case(ONE_DEVICE, MIRRORED, WORKERS, TWO_EACH, SERVERS, full=(ONE_DEVICE, WORKERS, TWO_EACH))
 def shards_have_the_bits_of_one_table(world):
     whole = train(world, lambda: keras.layers.Embedding(ROWS, COLUMNS, weights=TABLE)).get_weights()[0]
     tables = {}
@@ -67,7 +67,7 @@ def shards_have_the_bits_of_one_table(world):
     return {"table": (tables[3], right()), "equal": (equal, dict.fromkeys(counts, True))}
 
 
-@case(ONE_DEVICE, MIRRORED, WORKERS, SERVERS, full=(WORKERS,))
+@case(ONE_DEVICE, MIRRORED, WORKERS, SERVERS, full=(ONE_DEVICE, WORKERS))
 def clipnorm_of_shards_is_that_of_one_table(world):
     layer = functools.partial(tfdist.layers.Embedding, ROWS, COLUMNS, shards=3, weights=TABLE)
     with world.scope():

@@ -112,7 +112,7 @@ ARMS = (ONE_DEVICE, MIRRORED, WORKERS, TWO_EACH, THREE_WORKERS)
 SKIPPED = "skipped damaged records: 1 of "
 
 
-@case(*ARMS, full=(MIRRORED, TWO_EACH, THREE_WORKERS))
+@case(*ARMS, full=(ONE_DEVICE, MIRRORED, TWO_EACH, THREE_WORKERS))
 def arrays(world):
     return trained(world, open_arrays, SIZES)
 
