@@ -53,7 +53,7 @@ QUICK_SIZES = (1, 33, 77, "files")
 # The scenarios of `program` that the first tier asks of a strategy, and the others.
 QUICK = {
     "one_device": ("fine_tuning",),
-    "multi_worker_mirrored": ("everything", "callbacks", "fine_tuning"),
+    "multi_worker_mirrored": ("everything", "fine_tuning"),
     "central_storage": (
         *("coverage", "parity", "trainer_fit", "inference", "dropout", "further_parity", "further_inference"),
     ),

@@ -488,7 +488,6 @@ if __name__ == "__main__":
         statistics,
         noise,
         lose_a_worker_in_training,
-        lose_a_worker_in_evaluation,
     )
     for scenario in [globals()[name] for name in sys.argv[2:]] or quick:
         started = time.monotonic()

@@ -27,7 +27,7 @@ def results(program):
 @pytest.fixture(scope="module")
 def further(tmp_path_factory):
     """What the second tier asks for."""
-    scenarios = ("further_sizes", "records", "save_files")
+    scenarios = ("further_sizes", "records", "save_files", "lose_a_worker_in_evaluation")
     return harness.run_roles("ps_program", tmp_path_factory.mktemp("ps"), 2, *scenarios)[0]
 
 
@@ -187,8 +187,9 @@ def test_a_worker_that_is_started_again_rejoins(program):
     assert rejoined["iterations_after"] == [150, 180]
 
 
-def test_a_worker_that_is_killed_in_evaluation_costs_no_example(results):
-    found = results["lose_a_worker_in_evaluation"]
+@pytest.mark.full
+def test_a_worker_that_is_killed_in_evaluation_costs_no_example(further):
+    found = further["lose_a_worker_in_evaluation"]
     assert found["hooks"] == list(range(150))
     assert np.allclose(found["evaluation"], found["expected"], rtol=0, atol=1e-6)
     assert np.allclose(found["function"], found["expected"], rtol=0, atol=1e-6)

@@ -100,6 +100,7 @@ def rounded_descent(keeps_master):
     return steps, master
 
 
+@pytest.mark.full
 def test_weights_travel_as_bfloat16_and_are_updated_in_float32(runs):
     steps, master = rounded_descent(keeps_master=True)
     assert (rounded_descent(keeps_master=False)[0][-1] != steps[-1]).sum() > 4

@@ -162,7 +162,7 @@ def run(request, runs):
 # In one process there is nobody for a callback to wait for, and nobody who lacks it.
 @pytest.fixture(scope="module", params=[pytest.param("mirrored", marks=pytest.mark.slow), "multi_worker_mirrored"])
 def with_callbacks(request, runs):
-    return runs("mirrored", "program", "callbacks") if request.param == "mirrored" else runs(request.param)
+    return runs(request.param, "program", "callbacks")
 
 
 def test_variables_are_bitwise_equal_on_all_ranks(run):
@@ -217,6 +217,7 @@ def test_validation_equals_evaluate_and_the_saved_model(run):
     assert difference(model.evaluate(x[:45], y[:45], verbose=0), expected["evaluation"]) < 1e-6
 
 
+@pytest.mark.full
 @pytest.mark.parametrize("who", ["every", "chief"])
 def test_callbacks_on_every_rank_or_on_the_chief_alone(with_callbacks, who):
     ranks, out = with_callbacks
@@ -240,14 +241,16 @@ def test_callbacks_on_every_rank_or_on_the_chief_alone(with_callbacks, who):
         assert (out / "step.weights.h5").exists()
 
 
+@pytest.mark.full
 def test_early_stopping_restored_the_first_epochs_weights(with_callbacks):
     _, out = with_callbacks
     first, second = (keras.models.load_model(out / "every" / f"checkpoint-{epoch}.keras") for epoch in (1, 2))
     assert difference(first.get_weights(), second.get_weights()) > 1e-4
 
 
+@pytest.mark.full
 def test_progress_is_shown_on_the_chief_alone(runs):
-    _, out = runs("multi_worker_mirrored")
+    _, out = runs("multi_worker_mirrored", "program", "callbacks")
     assert "Epoch 2/5" in (out / "logs" / "worker-0.log").read_text()
     assert "Epoch" not in (out / "logs" / "worker-1.log").read_text()
 

@@ -61,16 +61,23 @@ def fit(model, batch_size=6, epochs=1, **more):
     model.fit(ROWS, ROWS, batch_size=batch_size, epochs=epochs, shuffle=False, verbose=0, **more)
 
 
+def gradients_through_the_whole_batch(world, batch_size):
+    pairs = {}
+    right = times_mean_on_one_device([ROWS[i : i + batch_size] for i in range(0, 23, batch_size)])
+    for kind in (keras.Model, OwnStep, WholeStep):
+        data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).batch(batch_size)
+        pairs[kind.__name__] = times_mean(world, kind, data).get_weights()[0], right
+    return pairs
+
+
 @case(MIRRORED, WORKERS, SERVERS, full=(MIRRORED, SERVERS))
 def gradients_through_the_whole_batch_are_those_of_one_device(world):
-    pairs = {}
-    for batch_size in (6, 22):
-        right = times_mean_on_one_device([ROWS[i : i + batch_size] for i in range(0, 23, batch_size)])
-        for kind in (keras.Model, OwnStep, WholeStep):
-            data = tf.data.Dataset.from_tensor_slices((ROWS, ROWS)).batch(batch_size)
-            model = times_mean(world, kind, data)
-            pairs[f"{kind.__name__} {batch_size}"] = model.get_weights()[0], right
-    return pairs
+    return gradients_through_the_whole_batch(world, 22)
+
+
+@case(MIRRORED, WORKERS, SERVERS, full=True)
+def so_are_those_of_parts_of_unequal_lengths(world):
+    return gradients_through_the_whole_batch(world, 6)
 
 
 @case(MIRRORED, WORKERS, SERVERS, full=())

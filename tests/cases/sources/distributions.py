@@ -48,7 +48,7 @@ def own_datasets_of_unequal_lengths(world):
     return check_own(world, (17, 7), arrays=False)
 
 
-@case(WORKERS)
+@case(WORKERS, full=True)
 def own_arrays_of_unequal_lengths(world):
     return check_own(world, (17, 7), arrays=True)
 

@@ -99,7 +99,7 @@ def off_of_equal_lengths(world):
     return check_lengths(world, (12, 12))
 
 
-@case(WORKERS, full=True)  # distributions.py and own_slices.py have such lengths, too
+@case(WORKERS, full=True)  # own_slices.py has such lengths, too
 def off_of_unequal_lengths(world):
     return check_lengths(world, (17, 7))
 
