@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 from tfdist.config import flags
-from tfdist.errors import ConfigError
+from tfdist.errors import BackupError, ClusterError, ConfigError, DataError
 
 # Fields (or flags, with their dashes) that a run of 32 examples a batch sets -> what the one fault says of them.
 SENTENCES = r"""
@@ -246,3 +246,8 @@ def test_a_fault_is_one_sentence(row, config_flag):
     (fault,) = raised.value.faults
     assert sentence in fault
     assert fault.isprintable() and len(fault) < 1000
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ClusterError, DataError, BackupError])
+def test_the_text_of_an_error_controls_no_terminal(kind):
+    assert str(kind("said \x1b[31mred\r\n")).isprintable()
