@@ -58,16 +58,6 @@ class ClusterError(_OneLineError):
     """
 
 
-class AuditError(ClusterError):
-    """A host of the cluster computes wrong gradients, as the audit of a step has shown (`audit_every`).
-
-    Examples:
-        >>> from tfdist.errors import AuditError
-        >>> AuditError("worker:1 on host host1 computed wrong gradients at step 500")
-        AuditError('worker:1 on host host1 computed wrong gradients at step 500')
-    """
-
-
 class BackupError(_OneLineError):
     """A backup could not be written, or no existing backup can be read.
 

@@ -84,8 +84,6 @@ class Strategy(Protocol):
         flags: What the ranks agree on at a step: this rank's flags, which the next step averages over all ranks, `[n]` float32; or None.
         gauges: Variables of measurements in steps, which backups do not contain.
         own_time: The `OwnTime` of this task's steps, which an execution creates; None if there is no other task to wait for.
-        audit_every: The number of steps between two audits, as in `StrategyConfig`.
-        audit: The `Audit` of a training with `audit_every` on several workers; else None.
         batch_record: The `BatchRecord` of the examples of training steps, for `tfdist verify`; else None.
         executions: The number of executions of models' functions so far; equal on all tasks between two executions.
     """
@@ -115,8 +113,6 @@ class Strategy(Protocol):
     flags: tf.Variable | None
     gauges: Sequence[tf.Variable]
     own_time: Any
-    audit_every: int
-    audit: Any
     batch_record: Any
     executions: int
 

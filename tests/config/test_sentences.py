@@ -59,15 +59,12 @@ nan_policy=skp -> unknown nan_policy 'skp'; did you mean 'skip'? Known: ignore, 
 nan_policy=skip & strategy.name=parameter_server & cluster.workers=2 & cluster.ps=1 -> nan_policy 'skip' is not possible under parameter_server, whose workers update variables
 max_restarts=-1 -> max_restarts must be 0 to 2147483647. Received: -1.
 strategy.bucket_bytes=-1 -> strategy.bucket_bytes must be 0 (off) to 1099511627776. Received: -1.
-strategy.name=mirrored & strategy.audit_every=500 -> strategy.audit_every is for multi_worker_mirrored
 strategy.name=one_device & strategy.shard_optimizer=True -> strategy.shard_optimizer is for mirrored and multi_worker_mirrored
 strategy.name=mirrored & strategy.sync_every=5 -> strategy.sync_every is for multi_worker_mirrored
 strategy.name=multi_worker_mirrored & strategy.sync_every=5 & strategy.devices=2 -> strategy.sync_every and strategy.batch_shares=by_speed take one device per worker
 strategy.name=multi_worker_mirrored & strategy.sync_every=5 & strategy.shard_optimizer=True -> strategy.sync_every and strategy.shard_optimizer exclude each other
-strategy.name=multi_worker_mirrored & strategy.sync_every=5 & strategy.audit_every=5 -> strategy.sync_every and strategy.audit_every exclude each other
 strategy.name=mirrored & strategy.batch_shares=by_speed -> strategy.batch_shares=by_speed is for multi_worker_mirrored
 strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & strategy.devices=2 -> strategy.sync_every and strategy.batch_shares=by_speed take one device per worker
-strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & strategy.audit_every=5 -> strategy.batch_shares=by_speed and strategy.audit_every exclude each other
 strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & deterministic=True -> strategy.batch_shares=by_speed and deterministic operations exclude each other
 strategy.outer.momentum=0.9 -> strategy.outer needs strategy.sync_every
 strategy.name=multi_worker_mirrored & strategy.sync_every=10,5 -> strategy.sync_every must be a number of updates, or a list such as 10,1000:50

@@ -38,12 +38,6 @@ KILL = "os.kill(os.getpid(), signal.SIGKILL)"
         (1, "sys.exit(7)", 7, "worker:0 failed with exit code 7; all 1 restarts are spent; ending all tasks"),
         (
             3,
-            "from tfdist.errors import AuditError; raise AuditError('worker:1')",
-            1,
-            "a host that computes wrong would do so again",
-        ),
-        (
-            3,
             "raise __import__('tfdist').ConfigError('bad')",
             2,
             "an invalid command line or configuration would fail again",

@@ -492,7 +492,6 @@ ERRORS = {
     "mirrored": lambda: tfdist.Trainer("mirrored", distribution=distribution),
     "servers": lambda: tfdist.Trainer("parameter_server", distribution=distribution),
     "axis": with_layout(".*bias", ("rows",)),
-    "audit": lambda: tfdist.Trainer(strategy, distribution=distribution, audit_every=2),
     "lamb": with_optimizer(lambda: optimizers.Lamb(0.01)),
     "compressed": lambda: tfdist.Trainer(strategy, distribution=distribution, compression="int8"),
     "mesh": lambda: tfdist.Trainer(

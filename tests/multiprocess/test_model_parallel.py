@@ -81,7 +81,6 @@ ERRORS = {
     "local": "not possible with sync_every",
     "shares": "not possible with batch_shares='by_speed'",
     "scaled": "scales its loss, which is not possible",
-    "audit": "not possible with audit_every",
     "lamb": "Lamb is not known to update each element independently",
     "compressed": "compression is not possible with keras.distribution.ModelParallel",
     "mesh": "has 3 devices, and there must be one for each worker",

@@ -56,7 +56,6 @@ ROWS = {
     "strategy.outer must be Outer. Received: <keras": lambda: sync(keras.optimizers.SGD()),
     "outer.learning_rate must be 0 to 10. Received: nan": lambda: sync(tfdist.Outer(float("nan"))),
     "outer.nesterov must be bool": lambda: sync(tfdist.Outer(nesterov="no")),
-    "audit_every must be int. Received: True": lambda: strategy(audit_every=True),
     "shard_optimizer must be bool. Received: 'no'": lambda: strategy(shard_optimizer="no"),
     "batch_shares must be str. Received: [0.5, 0.5]": lambda: strategy(batch_shares=[0.5, 0.5]),
     "start_timeout must be 0 to 1000000000 seconds. Received: -1": lambda: strategy(start_timeout=-1),

@@ -24,9 +24,7 @@ def model(trainer):
 
 
 def test_an_argument_that_the_trainer_does_not_have_is_answered_by_its_own():
-    with pytest.raises(
-        ConfigError, match=r"argument of Trainer 'backupdir'; did you mean 'backup_dir'\? Known: audit_every, "
-    ):
+    with pytest.raises(ConfigError, match=r"argument of Trainer 'backupdir'; did you mean 'backup_dir'\? Known: "):
         tfdist.Trainer("one_device", backupdir="b")
     with pytest.raises(ConfigError, match=r"argument of Trainer 'bucketbytes'; did you mean 'bucket_bytes'\?"):
         tfdist.Trainer("one_device", bucketbytes=1)

@@ -106,23 +106,6 @@ class Ranks:
                 received[start : start + length] = result.numpy().view(np.uint8)[:length]
         return received if receives else None
 
-    def receive(self, source: int, content: np.ndarray) -> np.ndarray:
-        """Returns the bytes of `source`, as uint8; every rank gives its own content, and receives from one rank that it chooses."""
-        lengths = self.gather(float(len(content)))[:, 0].astype(int)
-        received = np.empty(lengths[source], np.uint8)
-        most = max(_PIECE, _LONGEST_MESSAGE // self.size // _PIECE * _PIECE)
-        for start in range(0, int(lengths.max()), most):
-            # As in `send`: few different lengths, and a type that collectives and GPUs have.
-            length = min(int(lengths.max()) - start, most)
-            rows = np.zeros((self.size, max(1 << (length - 1).bit_length(), _PIECE)), np.uint8)
-            own = content[start : start + length]
-            rows[self.rank, : len(own)] = own
-            with phase("exchange"):
-                result = self._reduce(rows.view(np.int64)).numpy().view(np.uint8)
-            part = received[start : start + length]
-            part[:] = result[source, : len(part)]
-        return received
-
     def _reduce(self, value: Any) -> tf.Tensor:
         replicas = self._strategy.num_replicas_in_sync // self.size
 

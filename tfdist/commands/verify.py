@@ -3,7 +3,6 @@
     tfdist verify -- python script.py --its --flags              # 2 workers and one device, 20 updates
     tfdist verify --devices=2 -- python script.py
     tfdist verify --workers=2 --compression=powersgd -- python script.py
-    tfdist verify --workers=3 --audit -- python script.py        # workers recompute each other's gradients
     tfdist verify --config=digits --workers=2                    # a training of tfdist train
 
 The script runs unchanged, in temporary copies of the current folder: A on one device, B again in another process, C under the wished
@@ -85,9 +84,6 @@ def _flags() -> flags.FlagValues:
         "compression", "", "The compression of gradients. Default: as the script says.", flag_values=values
     )
     flags.DEFINE_bool("shard_optimizer", False, "Split the optimizer's state among the workers.", flag_values=values)
-    flags.DEFINE_bool(
-        "audit", False, "Let workers recompute each other's gradients at each update.", flag_values=values
-    )
     flags.DEFINE_integer("steps", 20, "Updates of each arm.", 1, MOST_STEPS, flag_values=values)
     flags.DEFINE_string("arms", "A,B,C,D", "The arms to run; A always runs.", flag_values=values)
     flags.DEFINE_float("minutes", 5.0, "Minutes for all arms.", lower_bound=0, flag_values=values)
@@ -110,8 +106,6 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
         yield f"--arms must name some of A, B, C and D. Received: {format_value(values.arms)}."
     if values.ps and values.shard_optimizer:
         yield "--ps and --shard_optimizer exclude each other: leave out --shard_optimizer."
-    if values.audit and (values.ps or _workers(values) == 1):
-        yield "--audit lets workers recompute each other's gradients: give --workers=2 or more, and no --ps."
     if not 60 * values.minutes <= MOST_SECONDS:
         yield f"--minutes must be 0 to {MOST_SECONDS // 60}. Received: {values.minutes}."
     known = {*COMPRESSORS, *registry.find_plugins("compression", COMPRESSORS)}
@@ -154,7 +148,6 @@ def _plan(values: flags.FlagValues, command: Sequence[str]) -> Plan:
         values.ps,
         values.compression,
         values.shard_optimizer,
-        values.audit,
         values.steps,
         values.seed,
     )

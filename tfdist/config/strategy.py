@@ -19,11 +19,9 @@ BATCH_SHARES = ("even", "by_speed")
 WEIGHTS_DTYPES = ("float32", "bfloat16")
 TRANSPORTS = (*TENSORFLOW_TRANSPORTS, "mpi", "shared_memory", "tcp")
 
-
 MAX_VIRTUAL_CPUS = 256
 _MOST_SHOWN = 8  # numbers of workers in a message
 _REPLICAS = between(0, MAX_VIRTUAL_CPUS * MOST_TASKS, off=True)
-_MOST_STEPS = 2**40
 _BYTES = between(0, 2**40, off=True)
 
 SHARES_NEED_A_CLOCK = (
@@ -126,8 +124,6 @@ class StrategyConfig:
             `"by_bytes"`, the server with the fewest bytes.
         max_staleness: The limit, under `parameter_server`, of the updates that other workers apply between a step's read of the
             weights and its own update: workers wait before they begin a step (docs/parameter-servers.md). None means no limit.
-        audit_every: The number of updates between two audits under `multi_worker_mirrored`, each of which names a host that computes wrong
-            gradients: each worker recomputes another one's part of a batch (docs/verify.md). 0 means none. Audits need a Trainer.
         timeout_seconds: Seconds that tasks wait for a task that is slow. They name it, with its line, in a warning after 60 s (or 5 times the
             longest step). At the limit the job ends or restarts as after a loss; earlier, after a third of the limit, if the task neither
             computes nor reads nor writes files. The building of a model, a first execution, saving and evaluating have 10 times the
@@ -151,7 +147,6 @@ class StrategyConfig:
     outer: Outer = dataclasses.field(default_factory=Outer)
     batch_shares: str = choice("even", *BATCH_SHARES)
     gather_loss_bytes: int = option(1_000_000, *_BYTES)
-    audit_every: int = option(0, *between(0, _MOST_STEPS, off=True))
     timeout_seconds: float | None = option(None, *between(0, MOST_SECONDS, off=True))
     placement: str = choice("round_robin", *PLACEMENTS)
     max_staleness: int | None = option(None, *between(0, MOST_TASKS))
@@ -239,11 +234,6 @@ class StrategyConfig:
             yield f"strategy.shard_optimizer is for mirrored and multi_worker_mirrored. Received: strategy {self.name}; leave it out."
         if self.weights_dtype == "bfloat16" and not self.shard_optimizer:
             yield "strategy.weights_dtype=bfloat16 needs strategy.shard_optimizer=True, with which workers send weights; set it, or leave both out."
-        if self.audit_every > 0 and not (self.traits.several_processes and self.traits.mirrors):
-            yield (
-                "strategy.audit_every is for multi_worker_mirrored, whose workers recompute each other's gradients. "
-                f"Received: strategy {self.name}; leave it out."
-            )
         yield from self._local_steps_faults()
         yield from self._batch_shares_faults()
         if self.max_staleness is not None and not self.traits.asynchronous:
@@ -294,11 +284,6 @@ class StrategyConfig:
                 "strategy.sync_every and strategy.shard_optimizer exclude each other: each worker updates all weights by itself; leave one of "
                 "them out."
             )
-        if self.audit_every:
-            yield (
-                "strategy.sync_every and strategy.audit_every exclude each other: workers that train alone have no equal weights to compute "
-                "with; leave one of them out."
-            )
         if len(self.device_names) > 1:
             yield f"{ONE_DEVICE_PER_WORKER} Received: {format_value(self.devices)}."
 
@@ -308,11 +293,6 @@ class StrategyConfig:
             return
         if not (self.traits.several_processes and self.traits.mirrors):
             yield f"strategy.batch_shares=by_speed is for multi_worker_mirrored. Received: strategy {self.name}; leave it out."
-        if self.audit_every:
-            yield (
-                "strategy.batch_shares=by_speed and strategy.audit_every exclude each other: an audit repeats another worker's part, which takes "
-                "a slow worker longer; leave one of them out."
-            )
         if len(self.device_names) > 1:
             yield f"{ONE_DEVICE_PER_WORKER} Received: {format_value(self.devices)}."
 

@@ -29,7 +29,7 @@ from tfdist.gradients.sharded_update import ShardedUpdate
 from tfdist.gradients.update import AccumulatingUpdate, FiniteUpdates, cond_of
 from tfdist.replicas import step_context
 from tfdist.sharding.split_slot import SplitSlot
-from tfdist.strategy import Strategy, as_ours
+from tfdist.strategy import Strategy
 
 
 def distribute_optimizer(
@@ -138,8 +138,6 @@ class _ReduceThenApply:
     def _reduce(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         self._check_built()
         context = tf.distribute.get_replica_context()
-        if context and _audits(context.strategy, grads):
-            return
         own_time = own_time_of(context.strategy) if context else None
         if context and own_time and own_time.is_measuring:
             context.merge_call(own_time.on_gradients, args=([grad for grad in grads if grad is not None],))
@@ -326,8 +324,6 @@ def _scale_and_weigh_loss(
     step = step_context.current()
     if step is None or not step.weighs_loss or step.optimizer is not optimizer:
         return loss
-    if not step.is_compiled:
-        _audits(tf.distribute.get_strategy(), [loss])
     weight = step.gradient_weight
     if weight is None:
         return loss
@@ -338,12 +334,6 @@ def _scale_and_weigh_loss(
     # The gradient of a vector is the gradient of its sum. A replica without examples must not send a gradient through the
     # moments of a synchronized BatchNormalization.
     return tf.math.multiply_no_nan(loss, tf.cast(weight > 0, loss.dtype))
-
-
-def _audits(strategy: tf.distribute.Strategy, values: Sequence[Gradient]) -> bool:
-    """Gives an audit this replica's loss or gradients. Returns whether the step only repeats another one, and ends here."""
-    ours = as_ours(strategy)
-    return bool(ours and ours.audit and ours.audit.take(values))
 
 
 def _build_with_compression(

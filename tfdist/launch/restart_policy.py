@@ -5,12 +5,9 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tfdist.errors import AuditError
 from tfdist.launch.process import is_config_error, lacks_answer
 
 _SAME_STEP = 3  # failures at one step, after which the step itself must be the cause
-# How the last line of the traceback of a script begins.
-_AUDIT_ERROR = f"{AuditError.__module__}.{AuditError.__qualname__}"
 _LONGEST_DELAY = 30.0  # seconds
 
 
@@ -32,8 +29,6 @@ def why_final(exit_code: int, has_refusal: bool, saved: int = 0, reason: str = "
         return "it would ask for input again"
     if is_config_error(exit_code, reason):
         return "an invalid command line or configuration would fail again"
-    if reason.startswith(_AUDIT_ERROR):
-        return "a host that computes wrong would do so again"
     return ""
 
 

@@ -31,7 +31,6 @@ from tfdist.runtime.report import goodput
 from tfdist.runtime.report.phase import main as phases
 from tfdist.runtime.report.phase import phase
 from tfdist.step import empty_replicas, row_lookups, synchronized_norm
-from tfdist.step.audit import AuditedStep
 from tfdist.step.measured_choices import MeasuredChoice, measured_choices
 from tfdist.step.prediction import Prediction, as_tensor
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep, undo_skipped_step
@@ -100,7 +99,6 @@ class Execution:
             self._next = tf.function(self._next, reduce_retracing=True, autograph=False)
         self._of_spec: dict[Any, Function] = {}
         self._of_iterator: Any = weakref.WeakKeyDictionary()
-        self._audited: AuditedStep | None = None
 
     def __call__(self, iterator: DataIterator) -> Mapping[str, Any]:
         """Runs an execution, as Keras' own function does. Raises StopIteration if no batch remains."""
@@ -140,14 +138,6 @@ class Execution:
         """
 
         def execute() -> Mapping[str, Any]:
-            if self._is_audited(1):
-                data = tf.nest.map_structure(as_tensor, batch)
-                if is_whole:
-                    data = batch_splitting.split_whole(data, self._strategy)
-                audited = self._auditing(tf.nest.map_structure(_relaxed_spec, data, expand_composites=True))
-                if audited:
-                    logs, self.agreed_flags = audited(data)
-                    return logs
             logs, self.agreed_flags = self._batch(tf.nest.map_structure(as_tensor, batch), is_whole)
             self._done = 1
             return logs
@@ -200,39 +190,6 @@ class Execution:
 
     def _execute(self, iterator: DataIterator, left: int | None) -> Mapping[str, Any]:
         steps = self._steps if left is None else min(self._steps, left)
-        if self._is_audited(steps):
-            audited = self._auditing(iterator.element_spec)
-            if audited:
-                return self._execute_audited(audited, iterator, steps)
-        return self._execute_steps(iterator, steps)
-
-    def _is_audited(self, steps: int) -> bool:
-        """Returns whether an audit is due in the next execution of so many steps."""
-        audit = self._strategy.audit
-        return bool(audit and self._replica.trains and audit.is_due(steps))
-
-    def _auditing(self, spec: Structure) -> AuditedStep | None:
-        """Returns the audited step for data of this form; None if it cannot be audited."""
-        if self._audited is None:
-            model = self._replica.model
-            self._audited = AuditedStep(self._strategy.audit, model, model.train_step, self._run_audited)
-        return self._audited if self._audited.can_repeat(spec) else None
-
-    def _run_audited(self, data: Structure) -> tuple[Mapping[str, Any], tf.Tensor | None]:
-        _count_trace()
-        with self._measured_step():
-            return self._reduced(self._run_next(data))
-
-    def _execute_audited(self, audited: AuditedStep, iterator: DataIterator, steps: int) -> Mapping[str, Any]:
-        """Audits the first of up to `steps` steps, and runs the others."""
-        logs, self.agreed_flags = audited(iterator.get_next())
-        if steps > 1:
-            # The data may have ended after the audited step.
-            with contextlib.suppress(tf.errors.OutOfRangeError):
-                return self._execute_steps(iterator, steps - 1)
-        return logs
-
-    def _execute_steps(self, iterator: DataIterator, steps: int) -> Mapping[str, Any]:
         execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
         logs, self.agreed_flags, waited = execute() if self._steps == 1 else execute(tf.constant(steps))
         seconds, done = map(float, waited)
@@ -447,12 +404,6 @@ def _count_trace() -> None:
     """Counts, within a function's Python body, that it is traced: the execution may compile."""
     if not tf.executing_eagerly():
         phases.traces += 1
-
-
-def _relaxed_spec(value: tf.Tensor) -> tf.TensorSpec:
-    """Returns the form of a value with any number of rows, so that workers with unequal parts trace the same functions."""
-    shape = [None, *value.shape[1:]] if value.shape.rank else value.shape
-    return tf.TensorSpec(shape, value.dtype)
 
 
 def _raise_end() -> tf.Tensor:

@@ -59,7 +59,6 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     communicator: Communicator | None = None
     mesh: Any = None
     timeout_seconds: float | None = None
-    audit_every = 0
     unlike_processors: tuple[int, ...] = ()
     # The Trainer and its loops set these.
     batches_are_parts = False
@@ -68,7 +67,6 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     flags: tf.Variable | None = None
     gauges: Sequence[tf.Variable] = ()
     own_time: OwnTime | None = None
-    audit: Any = None
     batch_record: Any = None
 
     def __init__(self, *args: Any, **kwargs: Any):

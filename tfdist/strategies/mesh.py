@@ -195,11 +195,6 @@ def _check(world: Any, grid: Grid) -> None:
             "keras.distribution.ModelParallel is not possible with batch_shares='by_speed' (yet): workers with pieces of one model read the same "
             "examples. Remove batch_shares."
         )
-    if world.audit_every:
-        raise ConfigError(
-            "keras.distribution.ModelParallel is not possible with audit_every (yet), which compares workers that hold all weights. Remove "
-            "audit_every."
-        )
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -171,7 +171,6 @@ def multi_worker_mirrored(
     strategy.timeout_seconds = config.timeout_seconds
     strategy.cluster_task = cluster
     strategy.bucket_bytes = config.bucket_bytes
-    strategy.audit_every = config.audit_every
     _broadcast_seed(strategy)
     strategy.unlike_processors = hardware.unlike_processors(strategy, strategy.num_workers)
     if cluster is not None:

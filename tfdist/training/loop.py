@@ -158,7 +158,6 @@ def train(
     logs = None
     training_logs = None
     report: Callable[..., None] = progress.write if hooks.reports else lambda **_: None
-    audit = model.distribute_strategy.audit
     model.stop_training = False
     model.make_train_function()
     _call(hooks.on_train_begin)
@@ -180,11 +179,7 @@ def train(
                 executions = session.resumed(executions)
             for begin, end, remaining_steps in executions:
                 _call(hooks.on_train_batch_begin, begin)
-                if audit:
-                    audit.position = passes.position.step
                 step_logs = yield remaining_steps
-                if audit:
-                    audit.position = None
                 if step_logs is None:  # the data have ended before the step
                     passes.end_early()
                     break

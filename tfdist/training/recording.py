@@ -155,8 +155,6 @@ class Recorder:
         self._path = pathlib.Path(settings.folder) / f"{self._task}.jsonl"
         self._last = self._values()
         self._write(self._head())
-        if self._strategy.audit:
-            self._strategy.audit.on_result = self._add_audit
 
     def add(self, logs: Logs) -> None:
         """Records an update. Before callbacks, which may change the model."""
@@ -187,9 +185,6 @@ class Recorder:
             }
         )
         self._last = now
-
-    def _add_audit(self, step: int, found: str) -> None:
-        self._write({"kind": "audit", "update": self._before_fit + step, "found": found})
 
     def ends(self) -> bool:
         """Returns whether the `fit` ends here. Kills this process instead if it is its turn."""

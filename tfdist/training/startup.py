@@ -20,7 +20,6 @@ from tfdist.config.constraints import MOST_SECONDS, between
 from tfdist.errors import ConfigError, format_value
 from tfdist.runtime.end.process_end import GRACE_SECONDS
 from tfdist.runtime.report import stacks
-from tfdist.step.audit import Audit
 from tfdist.strategies import mesh
 from tfdist.strategies.factory import create_strategy, make_engine
 from tfdist.strategy import Strategy
@@ -115,8 +114,6 @@ def create_context(
     if strategy.mesh:
         together = strategy.mesh.everyone
     engine.ranks = together
-    if strategy.audit_every and len(tasks) > 1:
-        strategy.audit = Audit(strategy, together, strategy.audit_every)
     seed = str(backup.saved_seed()) if backup else ""
     seed = together.gather_texts(seed)[0]  # a collective, also of tasks without a backup
     if backup:

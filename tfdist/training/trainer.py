@@ -68,7 +68,7 @@ class Trainer:
             replicas; `"stop"` skips its update and makes `fit` raise a FloatingPointError, on all ranks.
         distribution: A `keras.distribution.ModelParallel`, whose layout map says which variables live as pieces on the workers
             (docs/model-parallel.md). None means that of `keras.distribution.set_distribution`.
-        **options: Further options, as for `create_strategy`, such as `audit_every=500`.
+        **options: Further options, as for `create_strategy`, such as `sync_every=50`.
 
     Attributes:
         strategy: The strategy.
@@ -129,8 +129,6 @@ class Trainer:
             self._context.notify_once(
                 "compression has no effect: with one replica there is nothing to send, so nothing is compressed"
             )
-        if self.strategy.audit_every and self.strategy.audit is None:
-            self._context.notify_once("audit_every has no effect: with one worker there is no other to compare with")
         self.cluster: ClusterSpec | None = self._context.cluster
         self.task = self._context.task
         self._take_models()

@@ -53,7 +53,6 @@ class Plan:
         ps: The number of parameter servers.
         compression: The compressor; empty keeps the script's.
         shard_optimizer: Whether to split the optimizer's state.
-        audit: Whether to audit each update of the arm C.
         steps: The number of updates.
         seed: The seed of the script's random numbers, if it sets none, and of the kill.
     """
@@ -64,7 +63,6 @@ class Plan:
     ps: int = 0
     compression: str = ""
     shard_optimizer: bool = False
-    audit: bool = False
     steps: int = 20
     seed: int = 0
 
@@ -100,7 +98,7 @@ class Plan:
             shard_optimizer=self.shard_optimizer,
         )
         if arm == "C":
-            return dataclasses.replace(settings, audit=self.audit)
+            return settings
         draw = random.Random(self.seed)
         save_freq = max(1, updates // 5)
         first = min(2 * save_freq, updates - 1)

@@ -24,7 +24,6 @@ class Settings:
         devices: The number of virtual CPUs of each process; 0 keeps the script's.
         compression: The compressor that replaces the script's; empty keeps the script's.
         shard_optimizer: Whether to split the optimizer's state, also if the script does not.
-        audit: Whether to audit each update.
         steps: The number of updates after which each `fit` ends.
         seed: The random seed, if the script sets none.
         save_freq: The number of steps between two backups; 0 keeps the script's.
@@ -37,7 +36,6 @@ class Settings:
     devices: int = 0
     compression: str = ""
     shard_optimizer: bool = False
-    audit: bool = False
     steps: int = 20
     seed: int = 0
     save_freq: int = 0
@@ -59,14 +57,11 @@ class Settings:
                 "replicas": 0,
                 "transport": "auto",
                 "shard_optimizer": False,
-                "audit_every": 0,
             }
         if self.devices:
             fields |= {"devices": str(self.devices), "replicas": 0}
         if self.shard_optimizer:
             fields["shard_optimizer"] = True
-        if self.audit:
-            fields["audit_every"] = 1
         return fields
 
     @property

@@ -78,14 +78,10 @@ class Arm:
         """The updates of the first task, which is the chief."""
         return next(iter(self.updates.values()), {})
 
-    def of_chief(self, kind: str) -> list[Entry]:
-        """Returns the lines of one kind in the record of the first task."""
-        return [entry for entry in next(iter(self.tasks.values()), []) if entry["kind"] == kind]
-
     @property
     def heads(self) -> list[Entry]:
         """The description of each `fit`, by the first task."""
-        return self.of_chief("fit")
+        return [entry for entry in next(iter(self.tasks.values()), []) if entry["kind"] == "fit"]
 
     @property
     def replicas(self) -> int:
@@ -128,7 +124,7 @@ def judge(a: Arm, b: Arm | None, c: Arm | None, d: Arm | None, name: str) -> lis
     for check in ("within rounding", "scale", "loss and metrics"):
         if check not in done:
             verdicts.append(CheckResult(check, SKIPPED, f"{cause}: differs, and so does this"))
-    verdicts += [precision(a, c), *audit(c)]
+    verdicts.append(precision(a, c))
     if d:
         verdicts.append(resume(c, d))
     if known:
@@ -389,18 +385,6 @@ def precision(a: Arm, c: Arm) -> CheckResult:
         if others:
             return result(NOTE, f"the policy is {policy}; in another type compute {', '.join(others)}")
     return result(EQUAL, ", ".join(sorted({dtype for head in c.heads for dtype in head["types"].values()})))
-
-
-def audit(c: Arm) -> list[CheckResult]:
-    """Returns the result of the audits in which workers recompute each other's gradients; none without `--audit`."""
-    audits = c.of_chief("audit")
-    for entry in audits:
-        if entry["found"]:
-            status = NOTE if entry["found"].startswith("off: ") else DIFFERS
-            return [CheckResult("audit", status, entry["found"], entry["update"])]
-    if not audits:
-        return []
-    return [CheckResult("audit", EQUAL, f"{len(audits)} updates, each worker's gradients recomputed by another one")]
 
 
 def resume(c: Arm, d: Arm) -> CheckResult:

@@ -17,7 +17,6 @@ PACKAGE = pathlib.Path(__file__).parents[2] / "tfdist"
 ERRORS = {
     "ConfigError",
     "ClusterError",
-    "AuditError",
     "BackupError",
     "DataError",
     "CorruptBackupError",
