@@ -372,7 +372,7 @@ def test_arguments_reach_their_compressor():
         (CompressionConfig("powersgd", matrix_approximation_rank=0), "rank must be 1 to 2147483647"),
         (
             CompressionConfig("bf16", block=64),
-            "'bf16' takes no 'block', which is an option of int8. It takes: guard",
+            "'bf16' takes no 'block', which is an option of int8. It takes no arguments",
         ),
         (CompressionConfig("int8", block="8"), "compression.block must be of type int. Received: '8'"),
         (CompressionConfig("powersgd", matrix_approximation_rank=1.5), "rank must be of type int. Received: 1.5"),

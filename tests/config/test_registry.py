@@ -142,7 +142,7 @@ def test_a_task_is_found_with_its_options(install):
 def test_a_compressor_is_found_with_its_options(install):
     module = "import dataclasses\n@dataclasses.dataclass(frozen=True)\nclass Own:\n    factor: float = 1.0\n    def exchange(self): ...\n"
     install("own-compressor", {"tfdist.compressors": {"own": "MODULE:Own"}}, module)
-    assert list(CompressionConfig("own").option_fields()) == ["guard", "use_error_feedback", "warmup_steps", "factor"]
+    assert list(CompressionConfig("own").option_fields()) == ["use_error_feedback", "warmup_steps", "factor"]
     assert list(CompressionConfig("own", factor=2.0).faults()) == []
     (said,) = CompressionConfig("own", factr=2.0).faults()
     assert "compression 'own' takes no 'factr'; did you mean 'factor'?" in said
@@ -151,7 +151,7 @@ def test_a_compressor_is_found_with_its_options(install):
 def test_the_nearest_name_is_a_built_in_or_an_installed_one(install):
     install("own-names", {"tfdist.compressors": {"sketch": "MODULE:Own"}, "tfdist.tasks": {"spirals": "MODULE:Own"}})
     assert (
-        "Unknown compression 'sketc'; did you mean 'sketch'? Expected one of auto, bf16, fp16, int8, none, powersgd, sketch"
+        "Unknown compression 'sketc'; did you mean 'sketch'? Expected one of bf16, fp16, int8, none, powersgd, sketch"
         in (fault(CompressionConfig("sketc").compressor_class))
     )
     assert "did you mean 'topk'?" in fault(CompressionConfig("topkk").compressor_class)

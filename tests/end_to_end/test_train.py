@@ -295,7 +295,6 @@ def test_a_users_own_compressor_trains_from_a_configuration(tmp_path):
     expected = {
         "use_error_feedback": True,
         "warmup_steps": 0,
-        "guard": False,
         "scale": 0.25,
         "width": 16,
         "symmetric": True,

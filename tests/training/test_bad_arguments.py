@@ -61,8 +61,6 @@ ROWS = {
     "start_timeout must be 0 to 1000000000 seconds. Received: -1": lambda: strategy(start_timeout=-1),
     "grace_seconds must be 0 to 1000000000 seconds. Received: nan": lambda: strategy(grace_seconds=float("nan")),
     "compression.name must be str. Received: 5": lambda: compressed(5),
-    "compression.guard must be of type bool. Received: 1": lambda: compressed("int8", guard=1),
-    "compression 'auto' takes no 'block'": lambda: compressed("auto", block=4),
     "cpus_per_worker must be 0 to 10000. Received: 'x'": lambda: tfdist.ray.run(print, cpus_per_worker="x"),
     "tracker 'math:pi' must be a class with the methods start, log": lambda: Tracker("math:pi"),
     "tracker 'collections:Counter' must be a class": lambda: Tracker("collections:Counter"),

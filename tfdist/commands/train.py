@@ -230,7 +230,7 @@ def train(
     from tfdist.backup.callback import BackupAndRestore
     from tfdist.gradients.configured_optimizer import build_optimizer
     from tfdist.gradients.optimizer import optimizer_bytes, skipped_updates
-    from tfdist.monitoring import compression_report, goodput, network, summary, throughput
+    from tfdist.monitoring import goodput, network, summary, throughput
     from tfdist.training import configured, task_checks
     from tfdist.training.trainer import Trainer
 
@@ -302,12 +302,8 @@ def train(
     )
     configured.save_model(config, workdir, trainer, model)
 
-    compressor = compression_report.compressor_in_use(model, trainer.compression)
-    results.wire_bytes = summary.wire_bytes_per_step(model, compressor, trainer.num_replicas, sent)
+    results.wire_bytes = summary.wire_bytes_per_step(model, trainer.compression, trainer.num_replicas, sent)
     results.counters = trainer.server_report(model)
-    choice = compression_report.choice(model)
-    if choice:
-        results.counters["compression"] = {**config.compression.to_dict(complete=True), **choice}
     if trainer.strategy.batch_shares:
         results.counters["batch_shares"] = [round(each, 4) for each in trainer.strategy.batch_shares.fractions]
     if config.strategy.shard_optimizer:

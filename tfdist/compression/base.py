@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfdist.collectives.communicator import ByteCounter, Communicator
 from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult, fuse
 from tfdist.compression.buckets import assign_buckets, join_results, merge_results, part_sizes, split, split_state
-from tfdist.compression.fidelity import Check
 from tfdist.config.constraints import option_faults
 from tfdist.errors import ConfigError
 
@@ -249,13 +248,12 @@ class BucketedReduction:
         members: Sequence[RankContext],
         variables: Sequence[int] | None = None,
         bucket_bytes: int = 0,
-        check: Check | None = None,
     ) -> list[ReduceResult]:
         """Runs one exchange for each bucket of gradients; the exchanges do not wait for each other.
 
         `members` are the contexts of this process's ranks; `values` and `states` have for each of them what `exchange` takes.
         `bucket_bytes` is the maximum of a bucket: of gradients, or of encoded gradients if the compressor cannot split them. 0 means
-        one bucket. `check` compares one of the buckets that are compressed with its exact sum.
+        one bucket.
         """
         numbers = list(range(len(self.compressors)) if variables is None else variables)
         cuts = [part_sizes(math.prod(self.shapes[n]), self.compressors[n].granularity, bucket_bytes) for n in numbers]
@@ -267,26 +265,13 @@ class BucketedReduction:
         if bucket_bytes:
             sizes = list(map(self._size, owners, parts[0]))
         results_by_rank: list[list[tuple[list[int], ReduceResult]]] = [[] for _ in members]
-        buckets = assign_buckets(sizes, bucket_bytes)
-        compressed = [
-            [i for i, part in enumerate(bucket) if self.compressors[owners[part]] != NONE] for bucket in buckets
-        ]
-        turns = [lane for lane, indices in enumerate(compressed) if indices]
-        for lane, bucket in enumerate(buckets):
-            exchanges: list[Any] = []
-            checked = check if lane in turns else None
+        for lane, bucket in enumerate(assign_buckets(sizes, bucket_bytes)):
+            exchanges = []
             for rank_parts, rank_states, member in zip(parts, part_states, members, strict=True):
                 bucket_values = [rank_parts[index] for index in bucket]
                 bucket_states = [rank_states[index] for index in bucket]
-                exchange = self.exchange(bucket_values, bucket_states, member, [owners[i] for i in bucket])
-                if checked:
-                    turn = turns.index(lane)
-                    exchange = checked.compare(exchange, bucket_values, compressed[lane], turn, len(turns))
-                exchanges.append(exchange)
-            reduced_by_rank = group.run(exchanges, lane)
-            if checked:
-                reduced_by_rank = checked.take(reduced_by_rank)
-            for results, reduced in zip(results_by_rank, reduced_by_rank, strict=True):
+                exchanges.append(self.exchange(bucket_values, bucket_states, member, [owners[i] for i in bucket]))
+            for results, reduced in zip(results_by_rank, group.run(exchanges, lane), strict=True):
                 results.append((bucket, reduced))
         shapes = [self.shapes[number] for number in numbers]
         return [join_results(merge_results(results, len(sizes)), cuts, shapes) for results in results_by_rank]

@@ -6,7 +6,6 @@ import dataclasses
 from typing import Any
 
 from tfdist.compression.base import Compressor
-from tfdist.compression.candidates import AUTOMATIC, Candidates
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.warmup import Warmup
 from tfdist.config import CompressionConfig
@@ -44,8 +43,6 @@ def create(compression: Any) -> Any:
     if config.name == "none":
         return None
     arguments = config.all_options()
-    if config.name == "auto":
-        return Candidates(AUTOMATIC, **arguments)
     cls = config.compressor_class()
     own_names = {field.name for field in dataclasses.fields(cls)}
     wrapper_options = {name: arguments.pop(name) for name in arguments.keys() - own_names}
@@ -55,4 +52,4 @@ def create(compression: Any) -> Any:
     steps = wrapper_options.get("start_powerSGD_iter") or wrapper_options.get("warmup_steps")
     if steps:
         compressor = Warmup(compressor, steps)
-    return Candidates((compressor,), guard=True) if wrapper_options.get("guard") else compressor
+    return compressor

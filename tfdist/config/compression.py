@@ -13,26 +13,7 @@ from tfdist.errors import ConfigError, describe_error, format_value
 
 
 @dataclasses.dataclass(frozen=True)
-class GuardOptions:
-    """The guard of a compressor.
-
-    Attributes:
-        guard: Whether every 100 updates one bucket of gradients is also summed exactly, to compare; `auto` then leaves a compressor
-            that loses too much, others log a warning.
-    """
-
-    guard: bool = option(False)
-
-
-@dataclasses.dataclass(frozen=True)
-class AutoOptions(GuardOptions):
-    """Options of `auto`."""
-
-    guard: bool = option(True)
-
-
-@dataclasses.dataclass(frozen=True)
-class WrapperOptions(GuardOptions):
+class WrapperOptions:
     """Options of the wrappers around a compressor that a configuration names.
 
     Attributes:
@@ -81,7 +62,7 @@ class PowerSGDOptions:
 
 
 @dataclasses.dataclass(frozen=True)
-class PowerSGDWrapperOptions(GuardOptions):
+class PowerSGDWrapperOptions:
     """Options of the wrappers around `powersgd`.
 
     Attributes:
@@ -118,10 +99,9 @@ class TopKWrapperOptions(WrapperOptions):
 # Compressor name to its class and the dataclasses of its options: those of the class, and those of its wrappers.
 COMPRESSORS: Mapping[str, tuple[str, tuple[type, ...]]] = {
     "none": ("tfdist.compression.base:NoCompression", ()),
-    "auto": ("tfdist.compression.candidates:Candidates", (AutoOptions,)),
-    "bf16": ("tfdist.compression.cast:BF16", (GuardOptions,)),
-    "fp16": ("tfdist.compression.cast:FP16", (GuardOptions,)),
-    "int8": ("tfdist.compression.int8:Int8", (Int8Options, GuardOptions)),
+    "bf16": ("tfdist.compression.cast:BF16", ()),
+    "fp16": ("tfdist.compression.cast:FP16", ()),
+    "int8": ("tfdist.compression.int8:Int8", (Int8Options,)),
     "powersgd": ("tfdist.compression.powersgd:PowerSGD", (PowerSGDOptions, PowerSGDWrapperOptions)),
     "topk": ("tfdist.compression.topk:TopK", (TopKOptions, TopKWrapperOptions)),
 }
@@ -143,7 +123,6 @@ class CompressionConfig(NamedOptions):
     WHAT: ClassVar = "compression"
     BUILT_IN: ClassVar = COMPRESSORS
     DOCUMENTED_BY: ClassVar = (
-        GuardOptions,
         WrapperOptions,
         *(kind for _, kinds in COMPRESSORS.values() for kind in kinds),
     )

@@ -19,7 +19,6 @@ from tfdist.collectives.communicator import communicator_for
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.compat.tf_internals import regroup
 from tfdist.compression.base import NONE, Compressor
-from tfdist.compression.candidates import Candidates
 from tfdist.errors import ConfigError
 from tfdist.gradients.reduction import Reduction
 from tfdist.layers.table import is_own
@@ -179,10 +178,6 @@ def install(
 ) -> None:
     """Creates the `LocalSteps` of an optimizer once it is built. `own_skipped` returns the count of the updates that this worker skips."""
     leaf = getattr(optimizer, "inner_optimizer", optimizer)
-    if isinstance(compressor, Candidates):
-        raise ConfigError(
-            "sync_every works neither with compression='auto' nor with its guard (yet): name one compressor, and leave guard out."
-        )
 
     def create(variables: Variables) -> None:
         if any(map(is_own, variables)):

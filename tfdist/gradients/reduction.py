@@ -7,19 +7,16 @@ from __future__ import annotations
 
 import functools
 import time
-from collections.abc import Iterator, Sequence
-from typing import Any
+from collections.abc import Sequence
 
 import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient
 from tfdist.collectives.communicator import Communicator, communicator_for
-from tfdist.collectives.requests import RankContext, ReduceResult
+from tfdist.collectives.requests import RankContext
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.compression.base import NONE, BucketedReduction, Compressor, RowCodec, StateSpec
-from tfdist.compression.candidates import UNDECIDED, Candidates
-from tfdist.compression.fidelity import NOT_MEASURED, Check, Measures
 from tfdist.config.strategy_traits import traits_of
 from tfdist.gradients import gradient_lists
 from tfdist.strategy import as_ours
@@ -27,21 +24,17 @@ from tfdist.strategy import as_ours
 # Lanes that no bucket uses.
 _FLAG_LANE = -1
 _UNCOMPRESSED_LANE = -2
-_CHECK_LANE = -4
 _RESIDUAL = "residual"  # the state of `ErrorFeedback`
+_REPEATS = 3
 
 
 class Reduction(tf.Module):
     """The sums of gradients over all replicas, through a compressor, for an optimizer's variables in its order.
 
-    With several candidates a new trace of the step uses the one that `used` names.
-
     Attributes:
-        candidates: The compressors, one or several.
-        used: The index of the compressor in use.
+        compressor: The compressor.
         left_out: The number of updates that this process has skipped because a gradient was not finite.
-        selection: With several candidates, the chosen one or `UNDECIDED`, and the last one that may be chosen; else None.
-        fidelity: With a guard, the `Measures` of the last check; else None.
+        states: The state of each variable.
     """
 
     def __init__(self, compressor: Compressor, variables: Sequence[keras.Variable]):
@@ -49,82 +42,23 @@ class Reduction(tf.Module):
         self._strategy = variables[0].value.distribute_strategy
         self._group = communicator_for(self._strategy)
         self._bucket_bytes = bucket_bytes(self._strategy)
-        named = [(v.path, tuple(v.shape)) for v in variables]
-        self.candidates: tuple[Compressor, ...] = (compressor,)
-        self.selection = self.fidelity = None
+        self._layout = BucketedReduction(compressor, [(v.path, tuple(v.shape)) for v in variables])
+        self.compressor = compressor
         self.left_out = self._state(StateSpec("left_out", (), True), 0, "compression")
-        if isinstance(compressor, Candidates):
-            self.candidates = compressor.compressors
-            if len(self.candidates) > 1:
-                start = [UNDECIDED, len(self.candidates) - 1]
-                spec = StateSpec("selection", (2,), True, lambda *_: tf.constant(start, tf.int64))
-                self.selection = self._state(spec, 0, "compression")
-            if compressor.guard:
-                spec = StateSpec("fidelity", (len(Measures._fields),), True, lambda s, _: tf.zeros(s, tf.float64))
-                self.fidelity = self._state(spec, 0, "compression")
-        self._layouts = [BucketedReduction(each, named) for each in self.candidates]
-        self.used = 0
-        # Candidates share a state of the same name and shape, such as the residual: only one of them is in use.
-        self._all_states: list[tf.Variable] = []
-        # TensorFlow saves no dict of variables whose keys are tuples.
-        self._places: list[dict[Any, int]] = [{} for _ in variables]
-        for layout in self._layouts:
-            for number, (slots, variable) in enumerate(zip(layout.slots, variables, strict=True)):
-                for key, slot in _keyed(slots):
-                    if key not in self._places[number]:
-                        self._places[number][key] = len(self._all_states)
-                        self._all_states.append(self._state(slot, number, variable.path))
-
-    @property
-    def compressor(self) -> Compressor:
-        """The compressor in use."""
-        return self.candidates[self.used]
-
-    @property
-    def states(self) -> list[list[tf.Variable]]:
-        """The state of each variable for the compressor in use."""
-        return [
-            [self._all_states[places[key]] for key, _ in _keyed(slots)]
-            for places, slots in zip(self._places, self._layouts[self.used].slots, strict=True)
+        self.states: list[list[tf.Variable]] = [
+            [self._state(slot, number, variable.path) for slot in slots]
+            for number, (slots, variable) in enumerate(zip(self._layout.slots, variables, strict=True))
         ]
 
     @property
     def residuals(self) -> list[tf.Variable]:
-        """The residuals of error feedback of the compressor in use."""
+        """The residuals of error feedback."""
         return [
             state
-            for states, slots in zip(self.states, self._layouts[self.used].slots, strict=True)
+            for states, slots in zip(self.states, self._layout.slots, strict=True)
             for state, slot in zip(states, slots, strict=True)
             if slot.name == _RESIDUAL
         ]
-
-    @property
-    def stored_selection(self) -> tuple[int, int]:
-        """The value of `selection` on this process; that of a single candidate is (0, 0)."""
-        if self.selection is None:
-            return 0, 0
-        choice, last = self._strategy.experimental_local_results(self.selection)[0].numpy().tolist()
-        return choice, last
-
-    @property
-    def measures(self) -> Measures:
-        """The guard's last check."""
-        if self.fidelity is None:
-            return NOT_MEASURED
-        return Measures(*self._strategy.experimental_local_results(self.fidelity)[0].numpy().tolist())
-
-    def reset(self) -> None:
-        """Sets the state of the compressor in use, and of its guard, to its initial values."""
-        for number, (slots, states) in enumerate(zip(self._layouts[self.used].slots, self.states, strict=True)):
-            for slot, state in zip(slots, states, strict=True):
-                self.assign(state, slot.initial(slot.shape, number))
-        if self.fidelity is not None:
-            self.assign(self.fidelity, NOT_MEASURED)
-
-    def assign(self, variable: tf.Variable, value: Any) -> None:
-        """Assigns a value to a state on all devices of this process. Outside of a step."""
-        for component in self._strategy.experimental_local_results(variable):
-            component.assign(value)
 
     def _state(self, slot: StateSpec, number: int, path: str) -> tf.Variable:
         synchronization = tf.VariableSynchronization.ON_READ
@@ -163,18 +97,13 @@ class Reduction(tf.Module):
         owners = [numbers[index] for index in dense]
 
         members = self._group.contexts(tf.cast(step, tf.int64))
-        variables = self.states
         states = [
-            [tuple(local(s)[replica].read_value() for s in variables[number]) for number in owners]
+            [tuple(local(s)[replica].read_value() for s in self.states[number]) for number in owners]
             for replica in replicas
         ]
-        dense_grads = _chosen(local_grads, dense)
-        layout = self._layouts[self.used]
-        check = None
-        if self.fidelity is not None and self.compressor != NONE:
-            check = Check(members[0].step)
-        results = layout.run(self._group, dense_grads, states, members, owners, self._bucket_bytes, check)
-        residual_ratio = self._residual_ratio(check, dense_grads, results, owners)
+        results = self._layout.run(
+            self._group, _chosen(local_grads, dense), states, members, owners, self._bucket_bytes
+        )
         # The finiteness flag depends on every gradient, so it uses its own lane; where collectives are totally ordered (NCCL) it is
         # issued last. Otherwise the buckets would wait for the last gradient, instead of being sent while others are computed.
         other_sums = self._all_reduce_uncompressed(_chosen(local_grads, other), members, _UNCOMPRESSED_LANE)
@@ -185,7 +114,7 @@ class Reduction(tf.Module):
             for index, total in zip((*dense, *other), (*of_dense.sums, *of_others), strict=True):
                 totals[index] = total
         for index in sparse:
-            compressor = layout.compressors[numbers[index]] if index in compressed else NONE
+            compressor = self._layout.compressors[numbers[index]] if index in compressed else NONE
             slices = [values[index] for values in local_grads]
             rows = gather_deduplicated_rows(self._group, slices, compressor.row_codec, members[0].step)
             for totals, gathered in zip(reduced, rows, strict=True):
@@ -199,11 +128,8 @@ class Reduction(tf.Module):
         def store_states() -> tf.Tensor:
             for replica, result in enumerate(results):
                 for number, new_states in zip(owners, result.states, strict=True):
-                    for variable, state in zip(variables[number], new_states, strict=True):
+                    for variable, state in zip(self.states[number], new_states, strict=True):
                         local(variable)[replica].assign(state)
-                if check:
-                    fidelity = local(self.fidelity)[replica]
-                    fidelity.assign(check.after(fidelity.read_value(), residual_ratio))
             return tf.constant(True)
 
         def count_skipped() -> tf.Tensor:
@@ -217,29 +143,6 @@ class Reduction(tf.Module):
             reduced = [gradient_lists.scale(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
         return [regroup(per_replica) for per_replica in zip(*reduced, strict=True)], finite
 
-    def _residual_ratio(
-        self,
-        check: Check | None,
-        local_grads: Sequence[Sequence[tf.Tensor]],
-        results: Sequence[ReduceResult],
-        owners: Sequence[int],
-    ) -> tf.Tensor:
-        """Returns |residuals| / |gradients| over all ranks, `[1]` float64; 0 without error feedback, and if no check is due."""
-        slots = self._layouts[self.used].slots
-        places = [
-            (index, place)
-            for index, number in enumerate(owners)
-            for place, slot in enumerate(slots[number])
-            if slot.name == _RESIDUAL
-        ]
-        if not (check and places):
-            return tf.zeros([1], tf.float64)
-        exchanges = []
-        for grads, result in zip(local_grads, results, strict=True):
-            residuals = [result.states[index][place] for index, place in places]
-            exchanges.append(check.compare_residuals([grads[index] for index, _ in places], residuals))
-        return self._group.run(exchanges, _CHECK_LANE)[0]
-
     def _all_reduce_uncompressed(
         self, values: Sequence[list[Gradient]], members: Sequence[RankContext], lane: int
     ) -> list[list[Gradient]]:
@@ -252,16 +155,12 @@ class Reduction(tf.Module):
         ]
         return [reduced.sums for reduced in self._group.run(exchanges, lane)]
 
-    def seconds(self, repeats: int = 3) -> tuple[float, float]:
-        """Returns the least seconds of `repeats` reductions with and without the compressor. A collective."""
-        plain = BucketedReduction(NONE, [("", shape) for shape in self._layouts[0].shapes])
-        return self._timed(self._layouts[self.used], repeats), self._timed(plain, repeats)
+    def seconds(self) -> tuple[float, float]:
+        """Returns the least seconds of some reductions with and without the compressor. A collective."""
+        plain = BucketedReduction(NONE, [("", shape) for shape in self._layout.shapes])
+        return self._timed(self._layout), self._timed(plain)
 
-    def candidate_seconds(self, index: int, repeats: int = 5) -> float:
-        """Returns the least seconds of `repeats` reductions of numbers of the gradients' sizes with a candidate. A collective."""
-        return self._timed(self._layouts[index], repeats)
-
-    def _timed(self, layout: BucketedReduction, repeats: int) -> float:
+    def _timed(self, layout: BucketedReduction) -> float:
         @functools.partial(tf.function, autograph=False)
         def exchange(values: list[tf.Tensor]) -> tf.Tensor:
             members = self._group.contexts(tf.constant(2**40, tf.int64))  # after any warm-up
@@ -275,17 +174,11 @@ class Reduction(tf.Module):
         values = [tf.random.stateless_normal(shape, [1, 2]) for shape in layout.shapes]
         exchange(values)
         durations = []
-        for _ in range(repeats):
+        for _ in range(_REPEATS):
             began = time.perf_counter()
             exchange(values).numpy()  # waits for the result
             durations.append(time.perf_counter() - began)
         return min(durations)
-
-
-def _keyed(slots: Sequence[StateSpec]) -> Iterator[tuple[Any, StateSpec]]:
-    """Yields the specs of a variable's state, each with a key that is equal for those that candidates share."""
-    for place, slot in enumerate(slots):
-        yield (place, slot.name, slot.shape), slot
 
 
 def uses_bucketed_all_reduce(strategy: tf.distribute.Strategy) -> bool:

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from typing import Any
 
 import keras
 
 from tfdist.compat import keras_internals, optimizer_search
 from tfdist.compression.base import NONE, Compressor
-from tfdist.compression.candidates import UNDECIDED, short_name
 from tfdist.gradients import local_steps
 from tfdist.gradients.optimizer import get_reduction
-from tfdist.gradients.reduction import Reduction
 from tfdist.strategy import as_ours
 
 NO_GAIN_WARNING = (
@@ -26,8 +23,8 @@ def exchange_ms(model: keras.Model) -> dict[str, float] | None:
 
     The measurement sums tensors of the gradients' sizes now, which is a collective: all ranks must call it.
     """
-    reductions = _reductions(model)
-    if not reductions or _chose_none(reductions[0]):
+    reductions = list(filter(None, map(get_reduction, optimizer_search.optimizers(model))))
+    if not reductions:
         return None
     compressed, plain = zip(*(reduction.seconds() for reduction in reductions), strict=True)
     return {"compressed": round(sum(compressed) * 1000, 3), "plain": round(sum(plain) * 1000, 3)}
@@ -51,7 +48,7 @@ def faults(model: keras.Model) -> Iterator[str]:
                 f"nothing was compressed: {compressor.description} starts after {compressor.start_step} updates, but this "
                 f"training has made {updates}; lower start_powerSGD_iter or warmup_steps"
             )
-        if is_one_host and not _chose_none(reduction):
+        if is_one_host:
             yield (
                 f"{compressor.description} saves no time among workers of one host, where sums of float32 are faster: remove the "
                 "compression, or use it between hosts and measure its gain by trainer.compression_report(model)"
@@ -62,33 +59,6 @@ def faults(model: keras.Model) -> Iterator[str]:
                 f"{left_out} updates were skipped, because a gradient was not finite, or too large for "
                 f"{compressor.description}; the largest value of fp16 is 65504"
             )
-
-
-def compressor_in_use(model: keras.Model, configured: Compressor | None) -> Compressor | None:
-    """Returns the compressor of a model's gradients: the chosen one of several, or the configured one before the model is built."""
-    reductions = _reductions(model)
-    return reductions[0].compressor if reductions else configured
-
-
-def choice(model: keras.Model) -> dict[str, Any]:
-    """Returns the chosen compressor, None if that is open, and the measures of the guard's last check; each only if there is one."""
-    found: dict[str, Any] = {}
-    for reduction in _reductions(model)[:1]:  # the Trainer gives all optimizers the same compressor
-        if reduction.selection is not None:
-            is_open = reduction.stored_selection[0] == UNDECIDED
-            found["chosen"] = None if is_open else short_name(reduction.compressor)
-        if reduction.fidelity is not None:
-            found["fidelity"] = reduction.measures._asdict() if reduction.measures.step else None
-    return found
-
-
-def _reductions(model: keras.Model) -> list[Reduction]:
-    return list(filter(None, map(get_reduction, optimizer_search.optimizers(model))))
-
-
-def _chose_none(reduction: Reduction) -> bool:
-    """Returns whether several candidates are open, or none of them compresses: there is nothing to advise against."""
-    return reduction.selection is not None and reduction.compressor == NONE
 
 
 def planned_bytes(model: keras.Model, compression: Compressor | None, replicas: int) -> int | None:

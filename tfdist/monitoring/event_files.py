@@ -30,8 +30,6 @@ _DESCRIPTIONS = {
     "comm/gradient_bytes_per_step": "Predicted bytes per step of the gradients that this rank sends, over the network or through shared memory.",
     "comm/compression_ratio": "Bytes of the gradients divided by the bytes that the compressor sends.",
     "comm/residual_norm": "L2 norm of the residuals of compression (error feedback), in units of the gradient.",
-    "comm/relative_error": "Relative error of the compressed sum of one bucket of gradients at the guard's last check.",
-    "comm/cosine": "Cosine between the compressed and the exact sum of one bucket of gradients at the guard's last check.",
     "ps/steps_in_flight": "Mean number of steps that are scheduled and not completed.",
     "ps/staleness": "Mean number of other steps that ended during a step.",
     "cluster/workers": "Number of workers that train together.",

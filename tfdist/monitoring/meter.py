@@ -131,7 +131,7 @@ class WireMeter(Meter):
     def _gradient_bytes(self) -> int | None:
         """Returns the planned bytes of the gradients, which may travel through shared memory."""
         optimizer: Any = getattr(self.model, "optimizer", None)
-        compressor = compression_report.compressor_in_use(self.model, get_compressor(optimizer)) if optimizer else None
+        compressor = get_compressor(optimizer) if optimizer else None
         if compressor and int(optimizer.iterations.numpy()) <= compressor.start_step:
             compressor = None
         if compressor not in self._planned:
@@ -141,7 +141,7 @@ class WireMeter(Meter):
 
 
 class CompressionMeter(Meter):
-    """Meter of the gradients' compression ratio, of the residual's norm, and of the guard's last check.
+    """Meter of the gradients' compression ratio, and of the residual's norm.
 
     The norm is over the residuals of all replicas of this process. Without a compressor there are no values.
     """
@@ -161,13 +161,7 @@ class CompressionMeter(Meter):
         optimizer, reduction = next(iter(reducing.items()))  # the Trainer gives all optimizers the same compressor
         has_begun = int(optimizer.iterations.numpy()) > reduction.compressor.start_step
         ratio = self._planned_ratio(reduction) if has_begun else 1.0
-        measures = reduction.measures
-        return {
-            "comm/compression_ratio": ratio,
-            "comm/residual_norm": self._residual_norm(reducing.values()),
-            "comm/relative_error": measures.relative_error if measures.step else None,
-            "comm/cosine": measures.cosine if measures.step else None,
-        }
+        return {"comm/compression_ratio": ratio, "comm/residual_norm": self._residual_norm(reducing.values())}
 
     def _planned_ratio(self, reduction: Reduction) -> float | None:
         compressor = reduction.compressor

@@ -6,7 +6,6 @@ import contextlib
 import functools
 import math
 import re
-import time
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -31,9 +30,9 @@ from tfdist.runtime.report import goodput
 from tfdist.runtime.report.phase import main as phases
 from tfdist.runtime.report.phase import phase
 from tfdist.step import empty_replicas, row_lookups, synchronized_norm
-from tfdist.step.measured_choices import MeasuredChoice, measured_choices
 from tfdist.step.prediction import Prediction, as_tensor
 from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep, undo_skipped_step
+from tfdist.step.share_selection import ShareSelection
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
 
 _FLAGS_DTYPE = "float32"  # the type of the workers' flags, which are averaged with the logs of that type
@@ -86,12 +85,8 @@ class Execution:
             self._strategy.own_time = OwnTime()
             self._strategy.gauges = [*self._strategy.gauges, self._strategy.own_time.seconds]
         self._is_traced = not (model.run_eagerly or tf.config.functions_run_eagerly())
-        self._choices: list[MeasuredChoice] | None = None
+        self._shares: ShareSelection | None = None
         self._done = 0  # steps of the last execution
-        self._start_traces()
-
-    def _start_traces(self) -> None:
-        """Lets the next execution trace the step, again if it was traced."""
         self._batch = self._run_batch
         self._next: Any = self._run_single if self._steps == 1 else self._run_some
         if self._is_traced:
@@ -152,20 +147,14 @@ class Execution:
         if self._is_local:
             for local in local_steps.of_model(self._replica.model):
                 local.show(anchor=False)
-        if self._choices is None:
-            self._choices = measured_choices(self._replica.model) if self._replica.trains else []
-        is_new = any([choice.begin() for choice in self._choices])
-        if is_new:
-            self._start_traces()
-        began = time.perf_counter()
+        if self._strategy.batch_shares and self._replica.trains:
+            self._shares = self._shares or ShareSelection(self._strategy)
+            self._shares.begin()
         try:
-            with phase("step", f"a step ({self.step_name})", is_first or is_new):
+            with phase("step", f"a step ({self.step_name})", is_first):
                 self.logs = own_time.execute(execute, self._replica.trains) if own_time else execute()
-                seconds = time.perf_counter() - began
-                for choice in self._choices:
-                    choice.end(seconds, self._done)
-                    if not choice.is_settled:  # what it tries would mislead the next one
-                        break
+                if self._shares:
+                    self._shares.end(self._done)
                 if is_first:
                     equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
                     equal_weights.warn_of_averages(self._strategy)

@@ -2,7 +2,7 @@
 
 An MLP of 650,000 parameters, global batch 64, SGD (0.02, momentum 0.9), one seed in each round. Accuracy is looked at after every 10 steps,
 of `sync_every 50` after every 50, when the workers' weights are equal; the seconds are those of the steps between, without the first one, in
-which the step is traced. A step of `auto` that measures or traces a candidate counts. `sync_every` takes the mean of the weights. PyTorch's
+which the step is traced. `sync_every` takes the mean of the weights. PyTorch's
 DistributedDataParallel (DDP), over gloo, has processes of its own. The delay is that of a message from one host to another.
 """
 
@@ -22,7 +22,7 @@ LEARNING_RATE, MOMENTUM = 0.02, 0.9
 _LINKS = (("10gbit", 0), ("1gbit", 0), ("100mbit", 0), ("1gbit", 20))
 CASES = [{"workers": 2, "rate": rate, "delay": delay} for rate, delay in _LINKS]
 CASES += [{"workers": 4, "rate": rate, "delay": 0} for rate in ("1gbit", "100mbit")]
-SYNCHRONOUS = ("none", "bf16", "int8", "powersgd", "auto")
+SYNCHRONOUS = ("none", "bf16", "int8", "powersgd")
 LOCAL = {"sync_every 10": 10, "sync_every 50": 50}
 DDP = {"DDP": "", "DDP powersgd r4": "powersgd r4"}
 _NAMES = (*SYNCHRONOUS, *LOCAL, *DDP)
@@ -48,7 +48,5 @@ def run(case: dict[str, Any], rounds: int, names: Sequence[str] = ()) -> Record:
     }
     missed = sorted({name for name in chosen for each in runs[name] if not each["reached"]})
     note = f"Not reached within {MOST_STEPS} steps in every run of {', '.join(missed)}." if missed else ""
-    picked = sorted({each["chosen"] for each in runs.get("auto", ())})
-    note += f" auto chose {', '.join(picked)}." if picked else ""
     samples = {name: [each["seconds"] for each in runs[name]] for name in chosen}
-    return Record("slow_network", dict(case), "s", samples, against("none", chosen), columns, note=note.strip())
+    return Record("slow_network", dict(case), "s", samples, against("none", chosen), columns, note=note)

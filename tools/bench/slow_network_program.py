@@ -15,7 +15,6 @@ trainer = tfdist.Trainer("multi_worker_mirrored", transport="tcp", sync_every=OP
 import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 
-from tfdist.monitoring import compression_report  # noqa: E402
 from tfdist.tasks import digits  # noqa: E402
 from tools.bench import compressors, models, slow_network, turns  # noqa: E402
 
@@ -56,9 +55,7 @@ def accuracy(model: keras.Model) -> float:
 def train(name: str, seed: int) -> dict[str, object]:
     """Trains a model until the target."""
     keras.utils.set_random_seed(seed)
-    trainer.compression = (
-        "auto" if name == "auto" else compressors.make(name if name in compressors.COMPRESSORS else "none")
-    )
+    trainer.compression = compressors.make(name if name in compressors.COMPRESSORS else "none")
     with trainer.scope():
         model = models.mlp(keras, slow_network.WIDTHS)
         loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
@@ -75,13 +72,11 @@ def train(name: str, seed: int) -> dict[str, object]:
         verbose=0,
         callbacks=[watch],
     )
-    chosen = compression_report.choice(model)["chosen"] if name == "auto" else name
     return {
         "seconds": watch.seconds,
         "steps": watch.steps,
         "reached": watch.reached,
         "sent": (turns.sent() - before) / 1e6,
-        "chosen": chosen,
     }
 
 

@@ -12,13 +12,9 @@ import tensorflow as tf
 import tfdist
 from tests.cases.arms import THREE_WORKERS, WORKERS
 from tests.cases.case import case
-from tests.cases.sources import hashed_ids, local_steps, split_tables
+from tests.cases.sources import hashed_ids, split_tables
 from tests.cases.sources.local_steps import EPOCHS, SIZE, Adam, X, Y, is_near, linear, local
 from tests.helpers.hashed_rows import Dict
-from tfdist.compression import Int8
-from tfdist.compression.base import NONE
-from tfdist.compression.candidates import UNDECIDED, Candidates
-from tfdist.gradients.optimizer import get_reduction
 from tfdist.replicas.batch_shares import BatchShares
 
 
@@ -235,29 +231,6 @@ def moving_statistics(world):
         right = [np.mean([part.mean(0) for part in parts], 0), np.mean([part.var(0) for part in parts], 0)]
         seen["synchronized" if synchronized else "by part"] = found, right
     return seen
-
-
-@case(WORKERS)
-def a_compressor_is_chosen_after_the_shares(world):
-    """The gradients of so small a model are never compressed."""
-    epochs = 40
-    settled = []
-
-    class Record(keras.callbacks.Callback):
-        only_observes = True
-
-        def on_train_batch_end(self, batch, logs=None):
-            choice, _ = get_reduction(self.model.optimizer).stored_selection
-            settled.append((chosen.is_settled, choice != UNDECIDED))
-
-    with local(world, 0, compression=Candidates((NONE, Int8()))), shares(world) as chosen:
-        model = linear(world, keras.optimizers.SGD)
-        model.fit(X, Y, batch_size=SIZE, epochs=epochs, shuffle=False, verbose=0, callbacks=[Record()])
-    world.trainer.compression = None
-    return {
-        "in order": (list(dict.fromkeys(settled)), [(False, False), (True, False), (True, True)]),
-        "weights": (is_near(model.get_weights(), descend_together(local_steps.descend, epochs)), True),
-    }
 
 
 @case(WORKERS, error="batch_shares='by_speed' divides batches that all workers pass whole")
