@@ -64,7 +64,7 @@ PUBLIC = {
     ],
     "tfdist.data": ["arrays_from", "epochs", "from_generator", "from_pydataset", "own_rows", "records_from"],
     "tfdist.launch": ["Launcher", "Options"],
-    "tfdist.layers": ["Embedding", "HashedEmbedding"],
+    "tfdist.layers": ["Embedding"],
     "tfdist.monitoring": ["Goodput", "TensorBoard", "Throughput", "Tracker", "WireBytes"],
     "tfdist.ray": ["run"],
 }

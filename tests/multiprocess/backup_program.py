@@ -5,7 +5,7 @@ number-th time of that moment in that life, which is "step" (its end), "test" (a
 its part), "torn" (half of its part is written), "upload" (about to upload a file), "written" (its part is written) or "manifest"
 (about to write it; the chief alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`;
 `signal` in place of SIGKILL, after which the chief's steps are slow if another task got it; `suspended`: for how many seconds the chief is then suspended;
-`sync_every`; `bucket_bytes` of each life; `hashed`, a model with a `HashedEmbedding`; `folder` of the backups in place of `backup` in the output folder, in which `{rank}` stands for the rank.
+`sync_every`; `bucket_bytes` of each life; `folder` of the backups in place of `backup` in the output folder, in which `{rank}` stands for the rank.
 """
 
 import itertools
@@ -138,17 +138,7 @@ class Watch(keras.callbacks.Callback):
         deaths.at("test")
 
 
-class Pixels(keras.layers.Layer):
-    def call(self, images):
-        return keras.ops.reshape(keras.ops.cast(images * 16, "int64"), (-1, 64))
-
-
 def build():
-    if options.get("hashed"):  # more ids than the table has rows
-        table = tfdist.layers.HashedEmbedding(12, 4, min_count=40)
-        return keras.Sequential(
-            [keras.Input((8, 8, 1)), Pixels(), table, keras.layers.Flatten(), keras.layers.Dense(10)]
-        )
     return keras.Sequential(
         [
             keras.Input((8, 8, 1)),

@@ -305,14 +305,3 @@ def test_sigterm_to_the_supervisor_saves_the_very_step(strategy, ps, tmp_path):
     storage = Storage(str(tmp_path / "backup"), 0, 1 if ps else 2)
     position = storage.read_manifest(storage.points()[0])["position"]
     assert position["step"] == steps.read_text().count("\n"), "not a step is lost"
-
-
-def test_ids_that_have_entered_a_table_and_left_it_at_backups(tmp_path):
-    found = {}
-    for name, kills in (("undisturbed", []), ("killed", [[1, "step", 9], [0, "manifest", 2]])):
-        code, text, found[name] = run("multi_worker_mirrored", tmp_path / name, save_freq=4, hashed=True, kills=kills)
-        assert code == 0, text
-    check_equal(found["killed"], found["undisturbed"])
-    assert found["killed"][0]["restarts"] == 2
-    (used,) = [values[0] for path, values in found["killed"][0]["variables"].items() if path.endswith("/used")]
-    assert 10 <= used <= 12

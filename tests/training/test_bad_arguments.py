@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 import tfdist
-from tfdist.layers import Embedding, HashedEmbedding
+from tfdist.layers import Embedding
 from tfdist.monitoring import Tracker
 
 IDS = np.array([[1, 2]])
@@ -66,12 +66,6 @@ ROWS = {
     "tracker 'collections:Counter' must be a class": lambda: Tracker("collections:Counter"),
     "unknown tracker None. Known: mlflow": lambda: Tracker(None),
     "parameters must be a mapping": lambda: Tracker(f"{__name__}:OwnTracker", parameters=[1]),
-    "capacity must be at most 4611686018427387904": lambda: HashedEmbedding(10**30, 4),
-    "min_count must be at most 4611686018427387904": lambda: HashedEmbedding(10, 4, min_count=10**30),
-    "evict_by must be 'age' or 'count'. Received: []": lambda: HashedEmbedding(10, 4, evict_by=[]),
-    "takes no weights": lambda: HashedEmbedding(10, 4, weights=np.zeros((10, 4))),
-    "takes no input_dim": lambda: HashedEmbedding(10, 4, input_dim=5),
-    "GB for 1099511627777 rows of 4 columns": lambda: HashedEmbedding(2**40, 4)(IDS),
     "GB for 10 rows of 1125899906842624 columns": lambda: Embedding(10, 2**50)(IDS),
     "shards must be at most input_dim, 10. Received: 11": lambda: Embedding(10, 4, shards=11),
     "dtype must be one of real numbers": lambda: Embedding(10, 4, dtype="int32"),

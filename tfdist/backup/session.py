@@ -34,7 +34,6 @@ from tfdist.data.python_generators import PROCESS_GENERATORS
 from tfdist.data.python_state import process_generator_states, set_process_generator_states
 from tfdist.engine import Engine
 from tfdist.errors import BackupError, ConfigError, format_value
-from tfdist.layers.hashed_embedding import evict_ids
 from tfdist.runtime.end import process_end
 from tfdist.runtime.end.process_end import Preemption
 from tfdist.runtime.folders import storage as urls
@@ -235,10 +234,6 @@ class BackupSession:
         self._warnings.on_execution_end(self._model.train_function, self._known_variables)
         freq = self._options.save_freq
         is_due = isinstance(freq, int) and steps_done // freq > steps_before // freq
-        if is_due:
-            # Also if the ranks stop here: a resumed run does not come to this step again. Only at scheduled backups, so that the
-            # results depend neither on speed nor on signals.
-            evict_ids(self._model)
         should_stop, should_save = self._agreement.agree(self._model.train_function)
         if should_stop:
             self._save_and_exit(self._capture())
@@ -252,8 +247,6 @@ class BackupSession:
         """Saves at the end of an epoch, if configured, and at the end of the last epoch."""
         self._snapshots.thread.check()
         self._warnings.on_epoch_end()
-        if self._options.save_freq == "epoch":
-            evict_ids(self._model)
         if self._ranks.size == 1 and self._agreement.is_preempted:
             self._save_and_exit(self._capture())
         if self._options.save_freq == "epoch" or last or self._model.stop_training:

@@ -231,14 +231,6 @@ def slots(optimizer: keras.optimizers.Optimizer) -> Iterator[tuple[keras.Variabl
                 yield variable, kind, slot
 
 
-def initial_slots(optimizer: keras.optimizers.Optimizer, columns: int) -> dict[str, tf.Tensor]:
-    """Returns the first value `[1, columns]` of each kind of slot that an optimizer has of a table."""
-    with tf.init_scope(), tf.device("CPU:0"):
-        fresh = type(optimizer).from_config(optimizer.get_config())
-        fresh.build([keras.Variable(tf.zeros([1, columns]))])
-        return {kind: tf.convert_to_tensor(slot.value) for _, kind, slot in slots(fresh)}
-
-
 def variable_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> int:
     """Returns the index of a variable in `trainable_variables`. Raises KeyError if the optimizer was built without it."""
     for index, candidate in enumerate(trainable_variables(optimizer)):

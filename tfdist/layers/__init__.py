@@ -1,6 +1,5 @@
-"""Keras layers whose variables lie on several hosts: `Embedding`, and `HashedEmbedding` for ids that are not known beforehand."""
+"""The Keras layer whose variables lie on several hosts: `Embedding`."""
 
 from tfdist.layers.embedding import Embedding
-from tfdist.layers.hashed_embedding import HashedEmbedding
 
-__all__ = ["Embedding", "HashedEmbedding"]
+__all__ = ["Embedding"]

@@ -85,9 +85,9 @@ class Embedding(keras.layers.Layer):
         **kwargs: Any,
     ):
         super().__init__(**kwargs)
-        check_positive(input_dim=input_dim, output_dim=output_dim)
+        _check_positive(input_dim=input_dim, output_dim=output_dim)
         if shards != "auto":
-            check_positive(shards=shards)
+            _check_positive(shards=shards)
             if shards > input_dim:
                 raise ConfigError(f"shards must be at most input_dim, {input_dim}. Received: {shards}.")
         if combiner not in _COMBINERS:
@@ -208,14 +208,14 @@ class Embedding(keras.layers.Layer):
     def call(self, inputs: Ids, weights: Any = None) -> Any:
         """Returns the rows of ids, combined if there is a combiner."""
         self._check(inputs, weights)
-        ids = without_gaps(inputs)
-        flat_ids = flat(ids)
+        ids = _without_gaps(inputs)
+        flat_ids = _flat(ids)
         rows = self._lookup(flat_ids)
         if self.combiner is None:
             return _like(ids, tf.cast(rows, self.compute_dtype))
         flat_weights = tf.ones_like(flat_ids, rows.dtype)
         if weights is not None:
-            flat_weights = tf.cast(flat(without_gaps(weights)), rows.dtype)
+            flat_weights = tf.cast(_flat(_without_gaps(weights)), rows.dtype)
         if self.mask_zero:
             flat_weights *= tf.cast(flat_ids != 0, rows.dtype)
         axis = ids.shape.rank - 1
@@ -312,7 +312,7 @@ class Embedding(keras.layers.Layer):
         }
 
 
-def check_positive(**arguments: Any) -> None:
+def _check_positive(**arguments: Any) -> None:
     for name, value in arguments.items():
         if type(value) is not int or value < 1:
             raise ConfigError(f"{name} must be an int of at least 1. Received: {format_value(value)}.")
@@ -320,14 +320,14 @@ def check_positive(**arguments: Any) -> None:
             raise ConfigError(f"{name} must be at most {_MOST}. Received: {format_value(value)}.")
 
 
-def without_gaps(value: Any) -> Any:
+def _without_gaps(value: Any) -> Any:
     """Returns a SparseTensor `[batch, ids]` as a RaggedTensor; other tensors as they are."""
     if not isinstance(value, tf.SparseTensor):
         return value
     return tf.RaggedTensor.from_value_rowids(value.values, value.indices[:, 0], value.dense_shape[0])
 
 
-def flat(value: Any) -> tf.Tensor:
+def _flat(value: Any) -> tf.Tensor:
     """Returns the values of a RaggedTensor, one after the other; a tensor as it is."""
     if isinstance(value, tf.RaggedTensor):
         return value.flat_values

@@ -61,14 +61,6 @@ class RowInitializer:
             values = tf.raw_ops.InplaceUpdate(x=values, i=places, v=chunk)
         return values
 
-    def draw_rows(self, ids: tf.Tensor, columns: int, dtype: tf.DType) -> tf.Tensor:
-        """Returns the rows of a vector of ids, each a function of the seed and the id."""
-        count = tf.size(ids)
-        if type(self._initializer) in _EQUAL_ROWS:
-            return self._initializer([count, columns], dtype)
-        padded = tf.pad(ids, [[0, -count % _ALIGNMENT]])
-        return tf.cast(self._rows(padded, columns)[:count], dtype)
-
     def _rows(self, rows: tf.Tensor, columns: int) -> tf.Tensor:
         numbers = self._uniform(rows, columns)
         config = self._initializer.get_config()
@@ -81,12 +73,12 @@ class RowInitializer:
     def _uniform(self, rows: tf.Tensor, columns: int) -> tf.Tensor:
         """Returns numbers between 0 and 1, both excluded."""
         elements = tf.cast(rows[:, None] * columns + tf.range(columns, dtype=tf.int64), tf.uint64)
-        bits = tf.bitwise.right_shift(mixed(elements, self._offset), tf.constant(41, tf.uint64))
+        bits = tf.bitwise.right_shift(_mixed(elements, self._offset), tf.constant(41, tf.uint64))
         # 23 bits and a half are exact in float32.
         return (tf.cast(bits, tf.float32) + 0.5) * 2.0**-23
 
 
-def mixed(numbers: tf.Tensor, offset: int = 0) -> tf.Tensor:
+def _mixed(numbers: tf.Tensor, offset: int) -> tf.Tensor:
     """Returns the hashes of numbers of 64 bits without a sign: SplitMix64."""
     bits = numbers * tf.constant(_INCREMENT, tf.uint64) + tf.constant(offset, tf.uint64)
     for shift, factor in _MIXES:

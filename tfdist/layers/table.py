@@ -87,13 +87,6 @@ class Table:
                 update = tf.IndexedSlices(tf.cast(chunk[part], self.dtype), tf.range(local.start, local.stop))
                 _scatter(shard, update)
 
-    def set_rows(self, rows: tf.Tensor, values: tf.Tensor) -> None:
-        """Sets some rows, in each copy of this process's variables."""
-        for index, shard in zip(self.layout.held, self.shards, strict=True):
-            is_here = rows % self.layout.count == index
-            local_rows = tf.boolean_mask(rows, is_here) // self.layout.count
-            _scatter(shard, tf.IndexedSlices(tf.boolean_mask(values, is_here), local_rows))
-
     def save(self, store: Any, key: str) -> None:
         """Writes the table to an entry of Keras' store, in chunks."""
         dataset = keras_files.new_dataset(store, key, self.shape, self.dtype)
@@ -125,7 +118,7 @@ class Table:
     def own_rows(self, rows: range) -> Iterator[tuple[slice, np.ndarray]]:
         """Yields for each variable of this process the places of its rows in a chunk, and their values."""
         for shard, local, part in self._parts(rows):
-            yield part, tf.gather(components(shard)[0], tf.range(local.start, local.stop)).numpy()
+            yield part, tf.gather(_components(shard)[0], tf.range(local.start, local.stop)).numpy()
 
     def _chunks(self) -> Iterator[range]:
         """Yields all rows in chunks. Each begins at the first shard."""
@@ -162,12 +155,12 @@ class Table:
 
 
 def _scatter(variable: keras.Variable, update: tf.IndexedSlices) -> None:
-    for component in components(variable):
+    for component in _components(variable):
         with tf.device(component.device):
             component.scatter_update(update)
 
 
-def components(variable: keras.Variable) -> Sequence[tf.Variable]:
+def _components(variable: keras.Variable) -> Sequence[tf.Variable]:
     """Returns a variable's copies on the devices of this process."""
     value = keras_internals.raw_value(variable)
     strategy = getattr(value, "distribute_strategy", None)
@@ -233,13 +226,6 @@ def with_tables(variables: Iterable[Any], optimizers: Iterable[keras.optimizers.
             yield variable
         elif table.shards[0] is variable:
             yield table
-
-
-def slots_of(table: Table, optimizer: keras.optimizers.Optimizer) -> Iterator[tuple[str, Table]]:
-    """Yields (kind, slot) for each of an optimizer's slots of a table."""
-    for (layout, kind), shards in _slot_shards(optimizer).items():
-        if layout is table.layout:
-            yield kind, Table(shards, layout)
 
 
 def _slots(optimizer: keras.optimizers.Optimizer) -> Iterator[Table]:

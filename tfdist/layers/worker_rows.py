@@ -52,7 +52,7 @@ def look_up(layer: str, variable: tf.Variable, ids: tf.Tensor, workers: int) -> 
     step = step_context.current()
     if keras_internals.in_symbolic_scope() or (step is not None and step.is_alone):  # traced, and not run
         return tf.gather(variable, ids // workers)
-    why = fault(step)
+    why = _fault(step)
     if why:
         raise ConfigError(
             f"{layer} cannot look up ids, whose rows the workers hold: {why}, or give the layer shards=1."
@@ -66,7 +66,7 @@ def look_up(layer: str, variable: tf.Variable, ids: tf.Tensor, workers: int) -> 
     return _weighted(tf.gather(rows, places), step)
 
 
-def fault(step: StepContext | None) -> str:
+def _fault(step: StepContext | None) -> str:
     """Returns why replicas cannot exchange rows here, and a remedy; empty if they can."""
     context = tf.distribute.get_replica_context()
     if context is None or step is None:

@@ -12,9 +12,8 @@ import tensorflow as tf
 import tfdist
 from tests.cases.arms import THREE_WORKERS, WORKERS
 from tests.cases.case import case
-from tests.cases.sources import hashed_ids, split_tables
+from tests.cases.sources import split_tables
 from tests.cases.sources.local_steps import EPOCHS, SIZE, Adam, X, Y, is_near, linear, local
-from tests.helpers.hashed_rows import Dict
 from tfdist.replicas.batch_shares import BatchShares
 
 
@@ -172,13 +171,6 @@ def rows_of_tables_and_slots_in_pieces(world):
             model = split_tables.train(world, lambda n=number: table(n))
             sums = split_tables.right()[split_tables.IDS].sum(1)
             seen[f"{number} shards"] = model.predict(split_tables.IDS, verbose=0), sums
-        model = hashed_ids.build(world, keras.optimizers.SGD)
-        expected = Dict(hashed_ids.CAPACITY, hashed_ids.COLUMNS, 1, hashed_ids.first_row(0), hashed_ids.first_row)
-        ids, y = hashed_ids.IDS[:4], hashed_ids.Y[:4]
-        model.fit(ids, y, batch_size=len(ids), epochs=2, verbose=0)
-        for _ in range(2):
-            expected.train(ids, y.reshape(len(ids), 2, -1), hashed_ids.RATE)
-        seen["unknown ids"] = model.predict(ids, verbose=0), expected.look_up(ids).reshape(len(ids), -1)
         world.trainer.strategy.shard_optimizer = True
         try:
             model = linear(world, keras.optimizers.Adam)
