@@ -21,7 +21,6 @@ _HOMES = {
     "ClusterSpec": "cluster",
     "CompressionConfig": "config",
     "ConfigError": "errors",
-    "ExportBest": "training.export_best",
     "Outer": "config",
     "StrategyConfig": "config",
     "Task": "tasks.base",
@@ -48,7 +47,6 @@ __all__ = [
     "CompressionConfig",
     "ConfigError",
     "DataError",
-    "ExportBest",
     "Outer",
     "StrategyConfig",
     "Task",
@@ -77,7 +75,6 @@ if TYPE_CHECKING:
     from tfdist.step.whole_batch import whole_batch
     from tfdist.strategies.factory import create_strategy
     from tfdist.tasks.base import Task
-    from tfdist.training.export_best import ExportBest
     from tfdist.training.trainer import Trainer
 
 

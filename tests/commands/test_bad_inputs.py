@@ -59,7 +59,6 @@ ROWS += [
     ),
     Row(("cluster", "show", "--format=\x1b[31m"), ("flag --format",)),
     train(f"backup.dir={'x' * 5000}", words=("xxx...",)),
-    train(f"export.dir={'x' * 5000}", words=("xxx...",)),
     train("backup.dir=a\x1b[31m\nb/" + "x" * 5000, words=("\\x1b[31m\\nb",)),
     train("backup.dir=file", words=("backup.dir must be a folder, and 'file' is a file",)),
 ]
@@ -147,7 +146,7 @@ ROWS += [
     ),
     Row(
         ("train", "--config=null.py"),
-        ("backup.dir must be a folder, and a path has no null", "export.dir must be a fol"),
+        ("backup.dir must be a folder, and a path has no null",),
     ),
     Row(
         (*TRAIN[:2], "--workdir=.", "--config.strategy.name=multi_worker_mirrored", "--config.cluster.workers=2"),
@@ -231,7 +230,7 @@ PROGRAMS = {
     "no_backup.py": "made.backup = None",
     "hosts.py": "made.cluster.hosts = 3",
     "surrogate.py": "made.backup.dir = chr(0xD800)",
-    "null.py": "made.backup.dir = made.export.dir = 'a\\0b'",
+    "null.py": "made.backup.dir = 'a\\0b'",
 }
 RUN = """
 import contextlib, io, json, os, sys, traceback

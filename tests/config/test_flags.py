@@ -383,7 +383,7 @@ schedule.name schedule.warmup_steps schedule.warmup_epochs schedule.decay_steps 
 schedule.boundaries schedule.factor
 precision nan_policy jit_compile steps_per_execution start_timeout grace_seconds check_weights
 backup.save_freq backup.save_every_seconds backup.dir backup.keep backup.delete_checkpoint backup.save_before_preemption
-export.best export.mode export.final export.dir max_restarts monitoring.update_freq monitoring.profile_steps monitoring.tracker
+max_restarts monitoring.update_freq monitoring.profile_steps monitoring.tracker
 """
 
 

@@ -50,10 +50,6 @@ backup.save_every_seconds=nan -> must be 0 (off) to 1000000000. Received: nan.
 backup.keep=0 -> backup.keep must be 1 to 2147483647. Received: 0.
 monitoring.update_freq=0 -> monitoring.update_freq must be a number of steps from 1, 'batch' or
 monitoring.profile_steps=25:20 -> monitoring.profile_steps must be the first and the last step, such as '20:25', or one step from 1. Received: '25:20'.
-export.best=val_los & export.mode=less -> unknown export.mode 'less'. Known: auto, max, min.
-export.best=val_f2 -> export.mode 'auto' cannot tell whether export.best shall fall or rise; set
-export.best=val_loss & task=synthetic -> export.best is 'val_loss', but task 'synthetic' has no method eval_data; add one, or use a metric of the training
-export.best=val_loss & validation_freq=3 & epochs=2 -> export.best is 'val_loss', but no epoch is validated: validation_freq is 3 and epochs 2.
 validation_freq=0 -> validation_freq must be 1 to 2147483647. Received: 0.
 nan_policy=skp -> unknown nan_policy 'skp'; did you mean 'skip'? Known: ignore, skip, stop.
 nan_policy=skip & strategy.name=parameter_server & cluster.workers=2 & cluster.ps=1 -> nan_policy 'skip' is not possible under parameter_server, whose workers update variables
@@ -121,7 +117,6 @@ compression.name=int8 & compression.block=1152921504606846976 -> compression.blo
 task=synthetic & task_options.width=1000000000000000000000000000000 -> task_options.width must be 1 to 1000000000
 strategy.devices=, -> strategy.devices names no device; leave it empty
 backup.dir=/dev/null/x -> backup.dir must be a folder, and a parent folder of it is a file
-export.dir=/dev/null/x -> export.dir must be a folder, and
 backup.save_freq=00 -> backup.save_freq must be 'epoch', 'never' or a number of steps
 backup.save_freq=-1 -> backup.save_freq must be 'epoch', 'never' or a number of steps
 backup.save_freq=٣ -> backup.save_freq must be 'epoch', 'never' or a number of steps

@@ -251,7 +251,6 @@ GROUPS = (
     "schedule",
     "strategy",
     "backup",
-    "export",
     "monitoring",
     "compression",
     "cluster",

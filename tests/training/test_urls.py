@@ -75,14 +75,6 @@ def test_an_interrupted_upload_leaves_no_model_that_loads(trainer, model, url, m
         assert not storage.exists(f"{url}/{number}/saved_model.pb")
 
 
-def test_the_best_model_replaces_the_one_before(trainer, model, url):
-    storage.write(f"{url}/7/assets.extra/tfdist.json", b'{"by": ["loss", "min"]}')  # of an interrupted upload
-    best = tfdist.ExportBest(url, monitor="loss")
-    trainer.fit(model, X, Y, epochs=3, verbose=0, callbacks=[best])
-    files = storage.list_files(url)
-    assert {path.partition("/")[0] for path in files} == {"10"} and "10/saved_model.pb" in files
-
-
 def test_curves_at_a_url_are_those_of_a_local_folder(trainer, model, url, tmp_path):
     weights = model.get_weights()
     read = []

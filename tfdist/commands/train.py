@@ -300,7 +300,7 @@ def train(
         steps_per_epoch=steps,
         callbacks=callbacks,
     )
-    configured.save_model(config, workdir, trainer, model)
+    configured.save_model(workdir, trainer, model)
 
     results.wire_bytes = summary.wire_bytes_per_step(model, trainer.compression, trainer.num_replicas, sent)
     results.counters = trainer.server_report(model)
@@ -335,16 +335,10 @@ def _callbacks(
     import keras
 
     from tfdist.monitoring import tensorboard, tracker
-    from tfdist.training import configured, export_best
+    from tfdist.training import configured
 
     options = {**config.monitoring.arguments(), "hparams": config_lib.to_dict(config)}
     callbacks = [tensorboard.TensorBoard(workdir.logs / "tensorboard", global_batch_size=batch_size, **options)]
-    exports = configured.export_folder(config, workdir)
-    if trainer.is_chief and (config.export.best or config.export.final):
-        configured.make_export_folder(exports)
-    if config.export.best:
-        best = os.path.join(exports, "best")
-        callbacks.append(export_best.ExportBest(best, config.export.best, config.export.mode))
     if config.monitoring.tracker:
         callbacks.append(tracker.Tracker(config.monitoring.tracker, config_lib.to_dict(config)))
     callbacks += configured.build_callbacks(config, trainer.is_chief, workdir)

@@ -3,7 +3,6 @@
 from tfdist.config.backup import BackupConfig
 from tfdist.config.cluster import ClusterConfig
 from tfdist.config.compression import COMPRESSORS, CompressionConfig
-from tfdist.config.export import ExportConfig
 from tfdist.config.monitoring import MonitoringConfig
 from tfdist.config.optimizer import OptimizerConfig
 from tfdist.config.schedule import ScheduleConfig
@@ -17,7 +16,6 @@ __all__ = [
     "BackupConfig",
     "ClusterConfig",
     "CompressionConfig",
-    "ExportConfig",
     "MonitoringConfig",
     "OptimizerConfig",
     "Outer",

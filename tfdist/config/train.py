@@ -19,7 +19,6 @@ from tfdist.config.backup import BackupConfig
 from tfdist.config.cluster import ClusterConfig
 from tfdist.config.compression import CompressionConfig
 from tfdist.config.constraints import MOST_SECONDS, at_least, between, checked, choice, option, parsed
-from tfdist.config.export import ExportConfig
 from tfdist.config.monitoring import MonitoringConfig
 from tfdist.config.optimizer import OptimizerConfig
 from tfdist.config.schedule import SCALINGS, ScheduleConfig
@@ -70,7 +69,6 @@ class TrainConfig:
         grace_seconds: Seconds from a signal until a task is killed; the task saves within them.
         check_weights: Whether workers compare all weights after each epoch; otherwise only before and after the training.
         backup: The schedule and folder of backups.
-        export: The models to export for TensorFlow Serving.
         max_restarts: Number of restarts after failures of tasks, if this command starts the tasks.
         monitoring: The TensorBoard output.
 
@@ -109,7 +107,6 @@ class TrainConfig:
     grace_seconds: float = option(25.0, *between(0, MOST_SECONDS))
     check_weights: bool = True
     backup: BackupConfig = dataclasses.field(default_factory=BackupConfig)
-    export: ExportConfig = dataclasses.field(default_factory=ExportConfig)
     max_restarts: int = option(0, *at_least(0))
     monitoring: MonitoringConfig = dataclasses.field(default_factory=MonitoringConfig)
 

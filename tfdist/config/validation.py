@@ -20,7 +20,7 @@ from tfdist.config.strategy_traits import StrategyTraits
 from tfdist.config.train import NAN_POLICIES, TrainConfig, default_options
 from tfdist.errors import ConfigError, format_value, unknown_name_message
 
-_GROUPS = ("strategy", "optimizer", "schedule", "compression", "export")  # groups with rules between their fields
+_GROUPS = ("strategy", "optimizer", "schedule", "compression")  # groups with rules between their fields
 _BASE_OF_TASKS = "tfdist.tasks.base"  # a method inherited from there counts as missing
 
 
@@ -118,12 +118,8 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
         yield from _task_faults(config)
     if typed("cluster", "backup", "task"):
         yield from _evaluator_faults(config)
-    if typed("task", "epochs", "validation_freq"):
-        if typed("export"):
-            best = config.export.best
-            yield from _metric_faults(config, f"export.best is {format_value(best)}", best)
-        if valid("callbacks") and typed("optimizer"):
-            yield from _callback_faults(config)
+    if typed("task", "epochs", "validation_freq", "optimizer") and valid("callbacks"):
+        yield from _callback_faults(config)
 
 
 def _strategy_faults(config: TrainConfig, traits: StrategyTraits, typed: Callable[..., bool]) -> Iterator[str]:

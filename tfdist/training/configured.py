@@ -20,7 +20,7 @@ from tfdist.runtime.folders import storage
 from tfdist.runtime.folders.temporary import temporary_folder
 from tfdist.runtime.folders.workdir import Workdir
 from tfdist.runtime.report.phase import phase
-from tfdist.training import export_best, task_checks
+from tfdist.training import task_checks
 from tfdist.training.trainer import Trainer
 
 # Methods that determine the names of a model's metrics. If the user overrides one, the names are known after an epoch.
@@ -72,31 +72,12 @@ def local_copy(path: str) -> Iterator[str]:
         yield local
 
 
-def save_model(config: TrainConfig, workdir: Workdir, trainer: Trainer, model: keras.Model) -> None:
-    """Saves the trained model in the work directory, and exports it if configured."""
+def save_model(workdir: Workdir, trainer: Trainer, model: keras.Model) -> None:
+    """Saves the trained model in the work directory."""
     with phase("saving"):
         if trainer.is_chief:
             workdir.check_owner()
         trainer.save(model, os.path.join(workdir, "model.keras"), delete_backup=False)
-        if config.export.final:
-            final = os.path.join(export_folder(config, workdir), "final")
-            path = os.path.join(final, str(export_best.newest_version(final) + 1))
-            trainer.export(model, path, delete_backup=False)
-
-
-def export_folder(config: TrainConfig, workdir: Workdir) -> str:
-    """Returns the folder of exported models."""
-    return config.export.dir or os.path.join(workdir, "export")
-
-
-def make_export_folder(path: str) -> None:
-    """Creates the folder of exported models before the training. Raises ConfigError if it cannot be created."""
-    try:
-        storage.make_folder(path)
-    except OSError as e:
-        raise ConfigError(
-            f"export.dir must be a folder that can be written to. Received: {format_value(path)} ({write_error_reason(e)})."
-        ) from e
 
 
 class MonitoredMetrics(keras.callbacks.Callback):
