@@ -14,7 +14,6 @@ from tfdist.version import __version__
 # Command to its module and its line in the help.
 COMMANDS = {
     "train": ("tfdist.commands.train", "train the configuration of a preset or a file"),
-    "presets": ("tfdist.commands.presets", "list the presets for tfdist train --config"),
     "launch": (
         "tfdist.commands.launch",
         "run a script as several tasks, on this machine or on several, and restart them",
@@ -24,7 +23,6 @@ COMMANDS = {
     "backup": ("tfdist.commands.backup", "show the backups of a run, export a model from a backup"),
     "stacks": ("tfdist.commands.stacks", "show where the tasks of a running job are, and who is behind"),
     "doctor": ("tfdist.commands.doctor", "check this machine and environment, and say what to fix"),
-    "new-task": ("tfdist.commands.new_task", "write the first files of your own task"),
 }
 
 

@@ -1,1 +1,1 @@
-"""Your own task, created by `tfdist new-task my_task`."""
+"""Your own task, to be copied."""

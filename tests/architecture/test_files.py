@@ -36,8 +36,6 @@ OTHERS = {
     "training.recording": 2,
     "verify.arms": 5,
     "verify.settings": 2,
-    # a template, into a package that was just created
-    "commands.new_task": 2,
     # between a file that its caller has created and a URL or a path of the caller
     "runtime.folders.storage": 1,
     # folders, and files that it creates and whose owner it checks

@@ -57,7 +57,6 @@ WORDS = [
     ["train", "--config=digits"],
     ["launch"],
     ["verify"],
-    ["presets"],
     ["cluster", "show"],
     ["cluster", "check"],
     ["cluster", "emit", "--target=slurm", "--config=digits", "--workdir=unused"],
@@ -65,7 +64,6 @@ WORDS = [
     ["backup", "export", "docs", "unused.keras"],
     ["doctor"],
     ["stacks", "unused"],
-    ["new-task", "unused"],
 ]
 
 

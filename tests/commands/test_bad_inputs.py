@@ -50,9 +50,6 @@ ROWS = [
     ),
 ]
 ROWS += [
-    Row(("new-task", "__init__"), ("Names that begin with __ are Python's own",)),
-    Row(("new-task", "a\x1b[31mb"), ("must be a Python identifier",)),
-    Row(("new-task", "x" * 5000), ("...",)),
     Row(("launch", "--workers=1000000000", "--", "true"), ("--workers must be 1 to 10000, or MIN:MAX",)),
     Row(
         ("cluster", "emit", *TRAIN[1:], "--config.cluster.workers=1000000000"), ("cluster.workers must be 1 to 10000",)

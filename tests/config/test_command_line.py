@@ -14,7 +14,6 @@ from absl import flags
 from tests.helpers import tiers
 from tfdist import __main__ as command
 from tfdist.config import command_line
-from tfdist.config.presets import PRESETS
 from tfdist.errors import ConfigError
 from tfdist.version import __version__
 
@@ -76,10 +75,9 @@ def test_an_unknown_flag_is_answered_with_the_nearest(values):
     [
         (
             ["trian", "--config=digits"],
-            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, new-task, presets, stacks, train, verify.\n",
+            "unknown command 'trian'; did you mean 'train'? Known: backup, cluster, doctor, launch, stacks, train, verify.\n",
         ),
         (["help", "trian"], "unknown command 'trian'; did you mean 'train'? "),
-        (["presets", "digits"], "Usage: tfdist presets, without further words. Received: digits\n"),
         (["--verison"], "unknown flag '--verison'; did you mean '--version'? Known: --help, --version.\n"),
         ([], "Usage: tfdist COMMAND [FLAGS]; tfdist --help lists the commands.\n"),
         (["doctor", "--no-device"], "unknown flag '--no-device'; did you mean '--devices'? "),
@@ -115,10 +113,7 @@ def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
         assert f"    tfdist {name} " in shown
         assert command.main(["tfdist", name, "--help"]) == 0
         assert f"tfdist {name} " in (of_command := capsys.readouterr().out)
-        assert (
-            f"python -m {module if name in ('new-task', 'presets', 'stacks', 'verify') else f'tfdist.{name}'}"
-            in of_command
-        )
+        assert f"python -m {module if name in ('stacks', 'verify') else f'tfdist.{name}'}" in of_command
         assert command.main(["tfdist", "help", name]) == 0
         assert capsys.readouterr().out == of_command
     assert command.main(["tfdist", "help"]) == 0
@@ -140,17 +135,6 @@ def test_help_explains_a_flag(capsys, words, told):
     assert command.main(["tfdist", *words, "--help"]) == 0
     shown = " ".join(capsys.readouterr().out.split())
     assert told in shown and "see `tfdist.cluster" not in shown and "--[no]no" not in shown
-
-
-def test_presets_are_listed_with_a_line_on_each(capsys):
-    assert command.main(["tfdist", "presets"]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    assert [line.split()[0] for line in lines] == list(PRESETS)
-    assert (
-        "digits                    Digits: a small CNN with BatchNorm and Dropout on 1437 real images, on one device."
-        in lines
-    )
-    assert all(line.endswith(".") and len(line) < 160 for line in lines)
 
 
 @pytest.mark.parametrize("name", command.COMMANDS)

@@ -21,7 +21,7 @@ from tfdist.config import (
     train,
     validation,
 )
-from tfdist.config.presets import PRESETS
+from tfdist.config.presets import PRESETS, preset
 from tfdist.errors import ConfigError
 from tfdist.tasks import digits, synthetic
 
@@ -43,7 +43,7 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
     assert parsed.task in ("digits", "ratings", "synthetic")
     assert workdir == pathlib.Path("runs") / path.stem
     if path.stem in PRESETS:
-        assert parsed == PRESETS[path.stem].config(), "a file to be copied is what its preset is"
+        assert parsed == preset(path.stem), "a file to be copied is what its preset is"
 
 
 @pytest.mark.parametrize(

@@ -25,8 +25,7 @@ COMMANDS = list(dict.fromkeys(command.text for command in commands()))
 END_TO_END = "tests/end_to_end/"
 # What runs the same with a cluster around it, and is too much for a page's test, runs there.
 ELSEWHERE = {
-    "tfdist new-task": "tests/commands/test_new_task.py::test_the_example_is_what_the_command_writes",
-    "python -m pytest my_task": "tests/commands/test_new_task.py::test_a_new_task_passes_its_tests_and_trains",
+    "python -m pytest my_task": END_TO_END + "test_starters.py::test_a_copy_of_the_example_passes_its_tests",
     "sbatch slurm/my_task.sh": END_TO_END + "test_starters.py::test_slurm_trains_what_its_job_says",
     "make demo": END_TO_END + "test_train.py::test_main_job_reaches_its_accuracy_and_says_so",
     "make test": "tests/docs/test_commands.py::test_what_make_is_told_is_a_target",

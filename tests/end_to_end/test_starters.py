@@ -6,6 +6,7 @@ import json
 import os
 import pathlib
 import re
+import shutil
 import subprocess
 import sys
 import tempfile
@@ -27,6 +28,13 @@ def run(words, folder, **more):
     done = subprocess.run(words, cwd=folder, env=environ, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
     return done
+
+
+@pytest.mark.full
+def test_a_copy_of_the_example_passes_its_tests(tmp_path):
+    shutil.copytree(EXAMPLES / "my_task", tmp_path / "my_task")
+    tested = run([sys.executable, "-m", "pytest", "my_task"], tmp_path).stdout
+    assert "4 passed" in tested, tested
 
 
 JOBS = {"slurm": EXAMPLES / "slurm/my_task.sh", "kubernetes": EXAMPLES / "kubernetes/my_task.yaml"}

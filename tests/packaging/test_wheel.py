@@ -141,11 +141,6 @@ def test_an_installed_resolver_tells_of_the_cluster(run):
     assert "TFDIST_PODS, LITTLE_HOSTS.)" in none.stdout
 
 
-def test_a_new_task_begins_with_files_of_the_wheel(run, folder):
-    assert run("tfdist", "new-task", "wheel_task").returncode == 0
-    assert (folder / "empty/wheel_task/config.py").exists()
-
-
 TYPED = """
 import tfdist
 

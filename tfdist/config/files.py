@@ -16,7 +16,7 @@ from typing import Any
 
 from tfdist import config as config_lib
 from tfdist.config.options import NamedOptions, field_types, unknown_field
-from tfdist.config.presets import PRESETS
+from tfdist.config.presets import PRESETS, preset
 from tfdist.config.train import TrainConfig
 from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
 from tfdist.runtime.files import read_file
@@ -37,7 +37,7 @@ def load(path: str) -> TrainConfig:
             raise ConfigError(
                 f"--config={path}: no such file, and no preset{did_you_mean(path, PRESETS)} Presets: {', '.join(PRESETS)}."
             )
-        return PRESETS[path].config()
+        return preset(path)
     try:
         source = read_config(path)
     except (OSError, ValueError) as e:
