@@ -21,7 +21,7 @@ COMMANDS = {
     "verify": ("tfdist.commands.verify", "compare a script's training on one device with that on several"),
     "cluster": ("tfdist.commands.cluster", "show or check the cluster of this process, emit jobs for schedulers"),
     "backup": ("tfdist.commands.backup", "show the backups of a run, export a model from a backup"),
-    "stacks": ("tfdist.commands.stacks", "show where the tasks of a running job are, and who is behind"),
+    "stacks": ("tfdist.commands.stacks", "show where the tasks of a running job on this host are"),
     "doctor": ("tfdist.commands.doctor", "check this machine and environment, and say what to fix"),
 }
 

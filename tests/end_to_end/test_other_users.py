@@ -95,12 +95,6 @@ ROWS = {
     "logs: a link": (LOGS.format("ln -s /tmp/victim worker-1.log"), LAUNCH, ["code 0", "[worker:1] trained"]),
     "logs: a FIFO": (LOGS.format("mkfifo worker-1.log"), LAUNCH, ["code 0", "[worker:1] trained"]),
     "logs: a folder": (LOGS.format("mkdir worker-1.log"), LAUNCH, ["code 0", "[worker:1] trained"]),
-    "logs: requests without end": (
-        LOGS.format("ln -s /dev/zero stacks.request"),
-        LAUNCH,
-        ["code 0", "[worker:1] trained"],
-    ),
-    "logs: a request that waits": (LOGS.format("mkfifo stacks.request"), LAUNCH, ["code 0", "[worker:1] trained"]),
     "meeting": (MEETING, MEET, ["code 0", "done"]),
     "workdir: FIFOs": (
         planted(*(f"mkfifo {name}" for name in ("config.json", "config.json.partial", "goodput.bin", "run"))),

@@ -218,7 +218,6 @@ class Scheduler:
             if seconds <= limit:
                 continue
             stacks.dump(f"{task} has run a step for {seconds:.0f} s")
-            stacks.ask_all()
             self._watch.hung.add(task)
             raise ClusterError(
                 f"{task} has run a step for {seconds:.0f} s, longer than {limit:.0f} s. If the step is only slow, raise "

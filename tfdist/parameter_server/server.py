@@ -71,7 +71,6 @@ def serve(
         if preemption.requested and not notified:  # again until it arrives: a chief that is suspended takes no message
             notified = task.type != "ps" or _send(cluster, cluster.chief, _PREEMPTION_QUEUE, str(task))
         time.sleep(_POLL_SECONDS_IF_PREEMPTED if preemption.requested else _POLL_SECONDS)
-        stacks.answer_request()
         reason = reachability.unreachable_reason(cluster.address(cluster.chief))
         has_ended = reason in reachability.ENDED
         misses = misses + 1 if has_ended else 0

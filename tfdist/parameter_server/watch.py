@@ -102,7 +102,6 @@ class Watch:
     def _watch(self) -> None:
         while True:
             time.sleep(_ASK_EVERY)
-            stacks.answer_request()
             absent = reachability.unreachable_tasks(self._cluster, self._tasks, serving=True)
             self._silent.note({task for task, reason in absent.items() if reason not in reachability.ENDED})
             self.silent_at |= dict.fromkeys(self._silent.seconds, time.monotonic())

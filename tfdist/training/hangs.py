@@ -196,8 +196,7 @@ class HangWatch:
                     logger.warning(f"the watch for stuck tasks failed ({reason}); it looks again each second")
 
     def _look(self, reporter: Reporter) -> None:
-        """Answers requests for stacks, obeys a verdict, and reports if it is time to."""
-        stacks.answer_request()
+        """Obeys a verdict, and reports if it is time to."""
         found = tf_cluster.find_published(_VERDICT, 0.01)
         if found:
             self._end(Verdict(**json.loads(found)))

@@ -1,7 +1,7 @@
 """The phase of this process: the present activity of its main thread. No TensorFlow here.
 
 Phases nest: a step within a validation within a `fit`. One thread at a time enters phases; those of other threads have no effect. The hang
-watch, goodput, the launcher's table, `tfdist stacks` and error messages read them. Steps and exchanges are waits, in which this process may
+watch, goodput, the launcher's table and error messages read them. Steps and exchanges are waits, in which this process may
 wait for other tasks.
 """
 

@@ -1,7 +1,7 @@
-"""The stacks of this process's threads: on request by a signal or a file, and the line of the user's program that runs. No TensorFlow here.
+"""The stacks of this process's threads, on a signal, and the line of the user's program that runs. No TensorFlow here.
 
 A signal's C handler writes the stacks to a file, also while the main thread waits in a C++ collective, where Python's own handlers
-do not run. `tfdist stacks` finds the file and sends the signal; a task on another host finds a request in the folder.
+do not run. `tfdist stacks` finds the file and sends the signal.
 """
 
 from __future__ import annotations
@@ -16,19 +16,16 @@ import socket
 import sys
 import sysconfig
 import tempfile
-import time
 from collections.abc import Sequence
-from typing import Any, BinaryIO, NamedTuple
+from typing import BinaryIO, NamedTuple
 
 import psutil
 
 from tfdist.runtime.end import hooks, process_end
-from tfdist.runtime.files import is_trusted, open_own, open_regular, write_file
-from tfdist.runtime.report.phase import main as phases
+from tfdist.runtime.files import open_own, open_regular
 
 FOLDER = "TFDIST_LOGS"  # the environment variable with the folder of the tasks' logs
 SUFFIX = ".stacks"
-REQUEST = "stacks.request"  # the file by which `tfdist stacks` asks tasks of other hosts; its content changes with each request
 SIGNAL = signal.SIGUSR2
 HEADING = "tfdist: the stacks of "  # the start of the line above stacks in a log
 
@@ -41,11 +38,9 @@ _THREAD = re.compile(r"(?:Current thread|Thread) 0x[0-9a-f]+")
 _CURRENT = re.compile(r"^Current thread 0x.*\n(?:  .*\n)*(?!\Z)", re.MULTILINE)
 _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 default_folder = ""  # used without that variable; `tfdist train` sets it to its folder of logs
-_HEADER_BYTES = 400  # padded, because the activity in it changes
 _file = -1  # the descriptor of this process's file; it stays open
 _path = pathlib.Path()  # this process's file
 _name = ""
-_answered = b""  # the last request that this process has answered
 
 
 def folder() -> str | None:
@@ -56,13 +51,13 @@ def folder() -> str | None:
 def listen(task: str) -> None:
     """Makes this process write its stacks to `<task>.stacks` in the log folder when it gets SIGUSR2; does nothing without a folder.
 
-    A program's own handler of the signal stays; the process then only answers requests by a file. Returns without an effect if the file
-    cannot be written, or if a running process of the same task has it. `task` is the name in files, as `worker-1`.
+    Returns without an effect if the program handles the signal itself, if the file cannot be written, or if a running process of the same
+    task has it. `task` is the name in files, as `worker-1`.
     """
     global _file, _path, _name
     _name = task.replace("-", ":", 1)
     place = folder()
-    if place is None or _file >= 0:
+    if place is None or _file >= 0 or signal.getsignal(SIGNAL) != signal.SIG_DFL:
         return
     path = pathlib.Path(place, f"{task}{SUFFIX}")
     try:
@@ -70,22 +65,12 @@ def listen(task: str) -> None:
         if _belongs_to_another(path):
             return
         descriptor = open_own(path, os.O_RDWR | os.O_TRUNC)
-        own = signal.getsignal(SIGNAL) != signal.SIG_DFL
-        header = {
-            "task": _name,
-            "pid": os.getpid(),
-            "host": socket.gethostname(),
-            "signal": not own,
-            "started": psutil.Process().create_time(),
-        }
-        os.write(descriptor, _header_line(header))
+        header = Header(_name, os.getpid(), socket.gethostname(), psutil.Process().create_time())
+        os.write(descriptor, f"{json.dumps(header._asdict())}\n".encode())
         _file = descriptor
         _path = path
-        # The file's position stays behind the header, where the stacks follow.
-        phases.readers["stacks"] = lambda activity: _write_header({**header, "activity": activity})
         hooks.at_end(hooks.Stage.FILES, remove_file)
-        if not own:
-            faulthandler.register(SIGNAL, file=_file, all_threads=True)
+        faulthandler.register(SIGNAL, file=_file, all_threads=True)
     except OSError:  # a task trains without a file of stacks, too
         pass
 
@@ -99,17 +84,6 @@ def _belongs_to_another(path: pathlib.Path) -> bool:
         return False
 
 
-def _header_line(fields: dict[str, Any]) -> bytes:
-    return f"{json.dumps(fields):<{_HEADER_BYTES}}\n".encode()
-
-
-def _write_header(fields: dict[str, Any]) -> None:
-    try:
-        os.pwrite(_file, _header_line(fields), 0)
-    except OSError:  # a full disk must not end the training
-        pass
-
-
 def remove_file() -> None:
     """Removes this process's file, if there is one, unless this process fails."""
     if _file >= 0 and not process_end.expected_exit_code():
@@ -117,32 +91,6 @@ def remove_file() -> None:
             _path.unlink()
         except OSError:  # the user has removed it, or the disk is gone
             pass
-
-
-def answer_request() -> None:
-    """Writes the stacks to this process's file if `tfdist stacks` asks for them by a file; call it each second."""
-    global _answered
-    if _file < 0:
-        return
-    try:
-        with open_regular(_path.parent / REQUEST) as file:
-            request = file.read(_HEADER_BYTES) if is_trusted(file) else _answered
-    except OSError:  # there is no request
-        return
-    if request != _answered:
-        _answered = request
-        faulthandler.dump_traceback(file=_file, all_threads=True)
-
-
-def ask_all() -> None:
-    """Asks all tasks that share the log folder for their stacks, by a file; does nothing without a folder."""
-    place = folder()
-    if place is None:
-        return
-    try:
-        write_file(pathlib.Path(place, REQUEST), f"{os.getpid()} {time.time()}\n".encode())
-    except OSError:  # a full disk: this task's own stacks must still be shown
-        pass
 
 
 def dump(reason: str) -> None:
@@ -160,43 +108,35 @@ def dump(reason: str) -> None:
         pass
 
 
-class Header:
+class Header(NamedTuple):
     """The first line of a file of stacks: the process that writes to it.
 
     Attributes:
         task: The task's name, as `worker:1`.
         pid: The process.
         host: The name of its host.
-        signal: Whether it answers the signal.
         started: The start time of the process, in seconds since the epoch.
-        activity: As in `phase.Phase`.
     """
 
-    def __init__(self, task: str, pid: int, host: str, signal: bool, started: float, activity: str = ""):
-        self.task = str(task)
-        self.pid = int(pid)
-        self.host = str(host)
-        self.signal = bool(signal)
-        self.started = started
-        self.activity = str(activity)
+    task: str
+    pid: int
+    host: str
+    started: float
 
     @classmethod
     def read(cls, file: BinaryIO) -> Header | None:
         """Returns the header of a file, or None if it has none. Raises OSError if the file cannot be read."""
         try:
-            return cls(**json.loads(file.readline(4096)))
-        except (ValueError, TypeError):
+            fields = json.loads(file.readline(4096))
+            return cls(str(fields["task"]), int(fields["pid"]), str(fields["host"]), float(fields["started"]))
+        except (ValueError, TypeError, KeyError, OverflowError):
             return None
-
-    @property
-    def is_here(self) -> bool:
-        """Returns whether the process runs, or ran, on this host."""
-        return self.host == socket.gethostname()
 
     def is_running(self) -> bool:
         """Returns whether the process runs on this host; another process may have its number by now."""
         try:
-            return self.is_here and abs(psutil.Process(self.pid).create_time() - self.started) < 2
+            is_here = self.host == socket.gethostname()
+            return is_here and abs(psutil.Process(self.pid).create_time() - self.started) < 2
         except psutil.Error:
             return False
 
@@ -207,16 +147,9 @@ class Header:
         except (psutil.Error, OSError):
             return False
 
-    def is_stopped(self) -> bool:
-        """Returns whether the process is stopped, as by SIGSTOP."""
-        try:
-            return psutil.Process(self.pid).status() in (psutil.STATUS_STOPPED, psutil.STATUS_TRACING_STOP)
-        except psutil.Error:
-            return False
-
     def ask(self) -> bool:
         """Sends the signal; returns whether it was sent. A process that does not catch the signal would end, so it gets none."""
-        if not (self.signal and self.is_running() and _catches(self.pid)):
+        if not _catches(self.pid):
             return False
         try:
             os.kill(self.pid, SIGNAL)
@@ -300,11 +233,6 @@ def called_place(stacks: Sequence[Stack]) -> str:
 def is_in_user_code(stack: Stack) -> bool:
     """Returns whether a stack is in the user's code, without a frame of tfdist further in."""
     return any(frame.is_users for frame in _innermost(stack))
-
-
-def is_in_package(stack: Stack) -> bool:
-    """Returns whether a stack is in tfdist's code, without a frame of the user further in."""
-    return any(frame.is_of_package for frame in _innermost(stack))
 
 
 def _innermost(stack: Stack) -> Stack:
