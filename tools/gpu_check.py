@@ -20,7 +20,7 @@ import tempfile
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from tfdist.doctor import devices
+from tfdist.doctor import checks
 
 _RUN_SECONDS = 300
 _DIFFERENCE = 0.02  # relative; sums in another order differ after 40 steps on a GPU
@@ -140,7 +140,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--devices", choices=("gpu", "cpu"), default="gpu")
     chosen = parser.parse_args().devices
-    found = [finding.value for finding in devices.check(os.environ)]
+    found = [finding.value for finding in checks.devices(os.environ)]
     two_devices = "2"
     if chosen == "gpu":
         if not all(f"GPU:{number}" in found[0] for number in (0, 1)):

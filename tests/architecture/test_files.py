@@ -14,7 +14,6 @@ METHODS = ("door.open(", "self.source.open(", "super().open(")
 OTHERS = {
     # of the kernel
     "collectives.hardware": 1,
-    "doctor.machine": 2,
     "launch.spare": 1,
     "parameter_server.watch": 1,
     "runtime.end.process_end": 1,

@@ -100,7 +100,6 @@ ROWS += [
     Row(("train", "--config=a\x1b[31m\n"), ("a\\x1b[31m\\n: no such file",)),
     Row((*TRAIN, "--flagfile="), ("--flagfile has no value; write --flagfile=FILE",)),
     Row(("doctor", "--no-devices=3"), ("--nodevices=3 does not take an argument.",)),
-    Row(("doctor", "--json=perhaps"), ("flag --json=perhaps: expected true or false. Received: 'perhaps'",)),
     Row(("backup", "export", "d", "x.keras", "--step=x"), ("flag --step=x: expected a whole number. Received: 'x'",)),
     Row(("backup", "show", ""), ("'' is not a folder",)),
     Row(("launch", "--", "./file"), ("'./file' cannot be run; it is not executable: chmod +x ./file",)),

@@ -1,1 +1,1 @@
-"""Checks of this machine and environment: functions of the environment that yield findings. No TensorFlow in this process."""
+"""Checks of this machine: functions of the environment that yield findings. No TensorFlow in this process."""
