@@ -30,8 +30,8 @@ def test_the_workflows_run_every_tier():
 
 def test_the_changelog_is_kept_as_it_says():
     text = (ROOT / "CHANGELOG.md").read_text()
-    assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## [Unreleased]", "### Added", "### Changed"]
-    assert len(text.splitlines()) <= 80, "one version, described by what it has"
+    assert re.findall(r"^##+ .*", text, re.MULTILINE) == ["## [Unreleased]", "### Added", "### Changed", "### Removed"]
+    assert len(text.splitlines()) <= 100, "one version, described by what it has"
 
 
 def test_the_citation_has_what_its_format_requires():

@@ -6,7 +6,7 @@ import dataclasses
 import random
 from collections.abc import Sequence
 
-from tfdist.collectives import mpi, shared_memory_rendezvous, transports
+from tfdist.collectives import shared_memory_rendezvous, transports
 from tfdist.collectives.buffer_transport import BufferTransport
 from tfdist.collectives.buffered import BufferedCommunicator
 from tfdist.collectives.communicator import Communicator, cross_process_communicator
@@ -103,18 +103,15 @@ def _automatic(strategy: Strategy, bootstrap: Bootstrap, default: str) -> Choice
         names = ["shared_memory", "tcp"]
         reason = "all workers share a host"
     else:
-        names = ["mpi", "tcp"]
+        # Not MPI, also under mpirun: it has not been measured between hosts.
+        names = ["tcp"]
         reason = f"the workers are on {hosts} hosts"
     for name in names:
         connected = transports.connect(name, bootstrap, "")
         if connected.transport is not None:
-            if name == "mpi":
-                reason += ", and MPI has started them"
             communicator = _buffered(strategy, connected.transport, bootstrap.timeout_seconds)
             return Choice(name, connected.way, reason, communicator)
-        # Without mpirun, the absence of MPI is expected.
-        if name != "mpi" or mpi.is_started_by_mpi():
-            reason += f", and {name} is not possible: {connected.reason}"
+        reason += f", and {name} is not possible: {connected.reason}"
     return Choice(default, default, reason, tensorflow)
 
 
