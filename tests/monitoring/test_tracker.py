@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -97,7 +98,7 @@ def test_mlflow_has_one_run_of_both_processes(tmp_path, monkeypatch):
 class Recording:
     """A tracker that keeps what it is told."""
 
-    told = []
+    told: ClassVar = []
 
     def start(self, parameters, run_id):
         self.told.append(run_id)
