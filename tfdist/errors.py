@@ -16,6 +16,11 @@ from typing import Any
 
 _MOST = 200  # characters of a value in a message
 shown_paths: dict[str, str] = {}  # what messages show for a local folder that stands for a URL
+# Keras makes an error of a layer's `call` again, of the same type, with other text around its message.
+_KERAS_FRAMES = (
+    re.compile(r"Exception encountered when calling .*?\x1b\[1m(.*)\x1b\[0m\n\nArguments received by ", re.DOTALL),
+    re.compile(r"Could not automatically infer the output shape .*? Error encountered:\n\n(.*)", re.DOTALL),
+)
 _LONG_WORD = re.compile(rf"\S{{{_MOST + 50},}}")  # longer than a truncated value with the text around it
 
 
@@ -37,7 +42,8 @@ class ConfigError(ValueError):
 
     def __init__(self, faults: str | Iterable[str]):
         if isinstance(faults, str):
-            faults = [faults]
+            own = _without_keras(faults)
+            faults = [faults] if own == faults else own.split("\n")
         sentences = list(faults) or ["internal error: a ConfigError was raised without a message."]
         self.faults: tuple[str, ...] = tuple(map(printable, sentences))
         super().__init__("\n".join(self.faults))
@@ -45,7 +51,7 @@ class ConfigError(ValueError):
 
 class _OneLineError(RuntimeError):
     def __init__(self, message: object = ""):
-        super().__init__(printable(str(message)))
+        super().__init__(printable(_without_keras(str(message))))
 
 
 class ClusterError(_OneLineError):
@@ -84,6 +90,14 @@ class DataError(_OneLineError):
     def __init__(self, message: object = "", is_agreed: bool = False):
         super().__init__(message)
         self.is_agreed = is_agreed
+
+
+def _without_keras(text: str) -> str:
+    """Returns the message of an error around which Keras has put the call of a layer; another text as it is."""
+    for frame in _KERAS_FRAMES:
+        match = frame.match(text)
+        text = match[1] if match else text
+    return text
 
 
 def printable(text: str) -> str:

@@ -243,3 +243,21 @@ def test_a_fault_is_one_sentence(row, config_flag):
 @pytest.mark.parametrize("kind", [ConfigError, ClusterError, DataError, BackupError])
 def test_the_text_of_an_error_controls_no_terminal(kind):
     assert str(kind("said \x1b[31mred\r\n")).isprintable()
+
+
+@pytest.mark.parametrize("kind", [ConfigError, ClusterError, DataError, BackupError])
+def test_an_error_of_a_layer_is_its_own_sentence(kind):
+    import keras
+
+    class Refusing(keras.layers.Layer):
+        def call(self, x, training=None):
+            raise kind("x must be y. Received: 'z'.")
+
+    for x in (keras.Input((2,)), keras.ops.ones((1, 2))):
+        with pytest.raises(kind) as raised:
+            Refusing()(x)
+        assert str(raised.value) == "x must be y. Received: 'z'."
+    if kind is ConfigError:
+        faults = ("x must be y.", "Give z.")
+        text = "Exception encountered when calling A.call().\n\n\x1b[1m{}\x1b[0m\n\nArguments received by A.call():"
+        assert ConfigError(text.format("\n".join(faults))).faults == faults

@@ -173,6 +173,20 @@ def test_an_optimizer_that_reduces_and_is_not_found_is_built_first(trainer):
         trained(trainer, make)
 
 
+@pytest.mark.parametrize("distribute", [lambda optimizer: optimizer, tfdist.distribute_optimizer], ids=["plain", "own"])
+def test_an_optimizer_built_outside_of_its_scope_is_told_the_remedy(trainer, distribute):
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1)])
+        optimizer = distribute(keras.optimizers.Adam())
+    with pytest.raises(
+        ConfigError, match=r"built outside of the scope .*: call optimizer\.build\(variables\) in `with"
+    ):
+        optimizer.build(model.trainable_variables)
+    with trainer.scope():
+        optimizer.build(model.trainable_variables)
+    assert optimizer.built
+
+
 def test_compiled_parts_that_train_nothing_are_no_fault(trainer):
     outside = keras.optimizers.SGD()
 

@@ -8,6 +8,7 @@ import pathlib
 import signal
 import subprocess
 import sys
+from typing import ClassVar
 
 import keras
 import numpy as np
@@ -92,6 +93,45 @@ def test_mlflow_has_one_run_of_both_processes(tmp_path, monkeypatch):
     assert {each.step for each in history} == {0, 1, 2}
     assert (run.info.status, run.data.metrics) == ("FINISHED", pytest.approx(summary["metrics"]))
     assert run.data.params["optimizer.name"] == TrainConfig().optimizer.name
+
+
+class Recording:
+    """A tracker that keeps what it is told."""
+
+    told: ClassVar = []
+
+    def start(self, parameters, run_id):
+        self.told.append(run_id)
+        return "record-1"
+
+    def log(self, metrics, step):
+        self.told.append(step)
+
+    def finish(self):
+        pass
+
+
+def test_further_fits_count_on_in_the_record(monkeypatch):
+    monkeypatch.setattr(Recording, "told", [])
+    trainer = tfdist.Trainer("one_device")
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1)])
+        model.compile("sgd", "mse")
+    tracker = Tracker(f"{__name__}:Recording")
+
+    def fit(tracker, **epochs):
+        trainer.fit(model, np.ones((4, 1)), np.ones((4, 1)), callbacks=[tracker], verbose=0, **epochs)
+
+    fit(tracker, epochs=2)
+    fit(tracker, epochs=4, initial_epoch=2)  # the epochs after those of the record
+    fit(tracker, epochs=2)
+    assert Recording.told == ["", 0, 1, "record-1", 2, 3, "record-1", 4, 5]
+    # A process that resumes the third `fit` at its second epoch, from a backup of before or after the record of its first.
+    for next_step in (4, 5):
+        resumed = Tracker(f"{__name__}:Recording")
+        resumed.load_state_dict({**tracker.state_dict(), "next_step": next_step})
+        fit(resumed, epochs=2, initial_epoch=1)
+        assert Recording.told[-2:] == ["record-1", 5]
 
 
 def test_a_tracker_that_fails_ends_no_training(monkeypatch, caplog):

@@ -470,6 +470,18 @@ def saved_alone():
     build("dense")[0].save(os.path.join(out, "alone.keras"))
 
 
+def read_alone():
+    model = build("dense")[0]
+    if trainer.is_chief:
+        model.get_weights()
+
+
+def evaluated_alone():
+    model, data = build("dense")
+    if trainer.is_chief:
+        model.evaluate(data, TARGETS, verbose=0)
+
+
 def with_optimizer(optimizer):
     def fault():
         OPTIMIZERS["other"] = optimizer
@@ -484,6 +496,8 @@ ERRORS = {
     "batch": with_layout(".*bias", ("batch",)),
     "parts": lambda: ZOO["parts"][0](),
     "saved_alone": saved_alone,
+    "read_alone": read_alone,
+    "evaluated_alone": evaluated_alone,
     "function": lambda: train("function"),
     "scaled": with_optimizer(lambda: optimizers.LossScaleOptimizer(optimizers.SGD())),
     "sharded": lambda: tfdist.Trainer(strategy, distribution=distribution, shard_optimizer=True),
@@ -516,7 +530,7 @@ ZOO["parts"] = parts, NUMBERS
 def error_of(case):
     try:
         ERRORS[case]()
-    except (tfdist.ConfigError, ValueError) as e:  # Keras' own of an axis
+    except (tfdist.ConfigError, tfdist.ClusterError, ValueError) as e:  # Keras' own of an axis
         return str(e)
     return ""
 

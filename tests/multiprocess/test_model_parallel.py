@@ -238,6 +238,16 @@ def test_gathers_have_one_order_on_all_workers(runs, mesh, transport):
         assert harness.difference(rank[case]["weights"], stock[case]["weights"]) < 1e-5
 
 
+@pytest.mark.parametrize("case", ["read_alone", pytest.param("evaluated_alone", marks=pytest.mark.full)])
+@pytest.mark.parametrize("transport", ["shared_memory", pytest.param("tcp", marks=pytest.mark.full)])
+def test_a_worker_that_gathers_pieces_alone_is_told_so(runs, case, transport):
+    chief, other = runs(WORKERS, "model_parallel_program", "1x2", case, size=2, transport=transport)[0]
+    place = r"tests/multiprocess/model_parallel_program\.py:\d+"
+    sentence = rf"worker:1 has finished its program \(exit code 0\), and worker:0 waits for it at {place}: make the call of that line on"
+    assert re.match(sentence, chief[case]), chief[case]
+    assert not other[case]
+
+
 def test_what_does_not_work_says_so(runs):
     ranks, _ = runs(WORKERS, "model_parallel_program", "1x2", *ERRORS, size=2)
     for rank in ranks:

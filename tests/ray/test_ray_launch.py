@@ -324,6 +324,25 @@ def test_the_value_of_a_function_on_worker_0_is_returned(run, workers, capfd):
     assert "[worker:0] here is worker-0" in output and "[worker:1] here is worker-1" in output
 
 
+def test_a_function_reads_references_of_its_caller_and_uses_ray_itself(job, cluster):
+    address = cluster.address
+
+    def call():
+        ray.init(address, log_to_driver=False)
+        rows, nodes = ray.put(list(range(5))), len(ray.nodes())
+
+        def read():
+            return sum(ray.get(rows))
+
+        def store():
+            return ray.get(ray.put(3)), len(ray.nodes())
+
+        return nodes, [tfdist.ray.run(function, 2, warm=warm) for function in (read, store) for warm in (True, False)]
+
+    nodes, values = in_child(job.folder, call)
+    assert values == [10, 10, (3, nodes), (3, nodes)]
+
+
 def test_an_exception_of_a_function_is_raised_with_its_traceback(job, cluster):
     address = cluster.address
 

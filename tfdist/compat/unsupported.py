@@ -23,6 +23,7 @@ NO_LABELS = (
     "(add_loss), compile without a loss."
 )
 UNBUILT = "The optimizer {} must be built before fit: optimizer.build(variables) in `with trainer.scope():`."
+_BUILT_OUTSIDE = "An optimizer was built outside of the scope in which it was created: call optimizer.build(variables) in `with trainer.scope():`."
 _UNKNOWN_OPTIMIZER = (
     "The training step applies an optimizer{} that the model does not hold, so its gradients cannot be averaged over the "
     "replicas: create it in `with trainer.scope():`, build it, and keep it in an attribute of the model, or in `uses` of "
@@ -30,6 +31,7 @@ _UNKNOWN_OPTIMIZER = (
 )
 _NEWEST_COMPILED = (9, 0)  # compute capability of the newest GPUs for which TensorFlow is built: Hopper
 _NO_DEVICES = "destinations can not be empty"  # from the sum of gradients, if no replica runs
+_NO_SCOPE = 'Need to be inside "with strategy.scope()"'
 _NESTED_GRAPH = "called while defining a new graph"
 _NO_REPLICA = ("is not available outside the replica context", "'NoneType' object has no attribute 'merge_call'")
 
@@ -86,6 +88,23 @@ def explaining_branches() -> Iterator[None]:
             "replicas cannot sum gradients: apply it in each step, outside of them. To update every n steps, give the optimizer "
             "gradient_accumulation_steps=n; to skip an update, multiply the gradients by 0."
         ) from e
+
+
+def explain_builds(extended: tf.distribute.StrategyExtended) -> None:
+    """Makes the creation of an optimizer's variables outside of a strategy's scope raise a ConfigError with the remedy."""
+    colocate = extended.colocate_vars_with
+
+    @functools.wraps(colocate)
+    def colocate_vars_with(variable: tf.Variable) -> contextlib.AbstractContextManager[None]:
+        try:
+            context: contextlib.AbstractContextManager[None] = colocate(variable)
+        except RuntimeError as e:
+            if _NO_SCOPE not in str(e):
+                raise
+            raise ConfigError(_BUILT_OUTSIDE) from e
+        return context
+
+    extended.colocate_vars_with = colocate_vars_with
 
 
 def check_model(model: keras.Model) -> None:

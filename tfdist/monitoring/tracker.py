@@ -30,7 +30,7 @@ class Tracker(keras.callbacks.Callback):
     Args:
         tracker: `"mlflow"`, `"wandb"`, `"trackio"`, or your own class as `"package.module:Class"`. It is called without arguments and needs
             three methods: `start(parameters, run_id)` begins a record, or continues that of `run_id` if it is not empty, and returns its
-            identifier; `log(metrics, step)` records an epoch, from 0; `finish()` ends the record.
+            identifier; `log(metrics, step)` records an epoch, from 0, which a further `fit` counts on; `finish()` ends the record.
         parameters: The parameters by name; those of nested mappings get names such as `optimizer.momentum`.
 
     Attributes:
@@ -55,6 +55,8 @@ class Tracker(keras.callbacks.Callback):
         if tracker in monitoring.TRACKERS and not importlib.util.find_spec(tracker):
             raise ConfigError(f"tracker {tracker!r} needs the package {tracker}, which is not installed; install it.")
         self.run_id = ""
+        self._next_step = 0
+        self._offset = 0  # of a step from its epoch
         self._name = tracker
         self._make = registry.resolve("tracker", tracker, monitoring.TRACKERS)
         if not isinstance(self._make, type) or not all(hasattr(self._make, name) for name in _METHODS):
@@ -67,15 +69,18 @@ class Tracker(keras.callbacks.Callback):
         self._tracker: Any = None
 
     def state_dict(self) -> dict[str, Any]:
-        """Returns the state for a backup: the record's identifier."""
-        return {"run_id": self.run_id}
+        """Returns the state for a backup: the record's identifier and steps."""
+        return {"run_id": self.run_id, "next_step": self._next_step, "offset": self._offset}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Restores the state from `state_dict`."""
         self.run_id = state["run_id"]
+        self._next_step = state.get("next_step", 0)  # older backups have the identifier alone
+        self._offset = state.get("offset", 0)
 
     def on_epoch_begin(self, epoch: int, logs: Logs = None) -> None:
-        # Not at the beginning of the training, where the identifier is not restored yet.
+        # Not at the beginning of the training, where the state is not restored yet. A further `fit` may count its epochs from 0 again.
+        self._offset = max(self._offset, self._next_step - epoch)
         strategy = getattr(self.model, "distribute_strategy", None) or tf.distribute.get_strategy()
         if self._tracker is None and strategy.extended.should_save_summary:
             self._tracker = self._make()
@@ -85,8 +90,10 @@ class Tracker(keras.callbacks.Callback):
         if self._tracker is None:
             return
         metrics = {name: float(value) for name, value in (logs or {}).items()}
+        step = epoch + self._offset
+        self._next_step = step + 1
         try:
-            self._tracker.log(metrics, epoch)
+            self._tracker.log(metrics, step)
         except Exception as e:  # of the tracker's server
             logger.warning(
                 f"the metrics of epoch {epoch + 1} are missing in {self._name}: {describe_error(e)}; the training continues."

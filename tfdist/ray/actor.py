@@ -66,6 +66,8 @@ class TaskActor:
         pathlib.Path(self._folder, task.FUNCTION).write_bytes(function)
         self._outcome = pathlib.Path(self._folder, task.OUTCOME)
         self._guardian = stack.enter_context(Guardian(self._folder, is_child=False))
+        # So that a function that uses Ray connects to this cluster, and starts no other one.
+        self._added = {"RAY_ADDRESS": ray.get_runtime_context().gcs_address} if function else {}
         spared = self._command if warm else ()
         self._spare = stack.enter_context(WarmSpare(spared, self._environ(variables), self._guardian))
         self._process: Process | None = None
@@ -126,7 +128,7 @@ class TaskActor:
             yield Event(output, _changed(self._folder, before), process.returncode, self._outcome.read_bytes())
 
     def _environ(self, variables: Mapping[str, str]) -> dict[str, str]:
-        return {**os.environ, **variables, progress.FOLDER: self._folder}
+        return {**os.environ, **variables, **self._added, progress.FOLDER: self._folder}
 
     def _is_over(self, process: Process) -> bool:
         # A shell dies of a signal at once; the processes that it runs have the full grace period.

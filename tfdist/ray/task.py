@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import os
 import pathlib
 import pickle
@@ -17,6 +18,7 @@ OUTCOME = "outcome"
 
 def main() -> None:
     """Calls the function, and writes its traceback or, on worker 0, its return value."""
+    import ray
     from ray import cloudpickle
 
     folder = pathlib.Path(os.environ[progress.FOLDER])
@@ -25,7 +27,15 @@ def main() -> None:
         with (folder / FUNCTION).open("rb") as file:
             # The function's modules are where the caller has found them, if this node has the folder.
             sys.path += [entry for entry in pickle.load(file) if entry not in sys.path]
-            train = pickle.load(file)
+            begin = file.tell()
+            try:
+                train = pickle.load(file)
+            except (
+                ray.exceptions.RaySystemError
+            ):  # it holds references or actors, which only a connected process can load
+                ray.init(log_to_driver=False, logging_level=logging.WARNING)  # to the cluster of RAY_ADDRESS
+                file.seek(begin)
+                train = pickle.load(file)
         value = train()
         if os.environ[progress.TASK] == "worker-0":
             outcome.write_bytes(cloudpickle.dumps(value))

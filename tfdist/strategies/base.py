@@ -76,6 +76,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         self._steps = 0  # number of the Trainer's steps that are running or being traced
         self.executions = 0
         super().__init__(*args, **kwargs)
+        unsupported.explain_builds(super().extended)
 
     @property
     def num_replicas_in_sync(self) -> int:

@@ -7,22 +7,27 @@ group, whose communicator joins the pieces.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Sequence
+import re
+import time
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.aliases import Structure
-from tfdist.collectives import own_time, transport_choice
+from tfdist.cluster import TaskSpec
+from tfdist.collectives import finished, own_time, transport_choice
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import call_stack, keras_distribution, keras_internals, laid_out, tf_internals
-from tfdist.errors import ConfigError
+from tfdist.errors import ClusterError, ConfigError
 from tfdist.replicas import step_context
 from tfdist.runtime.log import logger
+from tfdist.runtime.report import progress
 from tfdist.sharding.layouts import Grid, Layout
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 
@@ -31,6 +36,8 @@ _INHERITED = (
     *("kind", "traits", "cluster_task", "bucket_bytes", "row_updates", "weights_dtype", "gather_loss_bytes"),
     *("transport", "transport_reason", "timeout_seconds", "unlike_processors"),
 )
+_ENDED = re.compile(r"rank (\d+) has ended")  # the text of a transport's error
+_PUBLISHED_WITHIN = 2.0  # seconds in which a worker that has ended may have published that its program has finished
 
 
 class GroupRanks(Ranks):
@@ -43,8 +50,39 @@ class GroupRanks(Ranks):
         self.size = len(names)
 
     def _reduce(self, value: Any) -> tf.Tensor:
-        with own_time.waiting():
+        with own_time.waiting(), self.naming_ended():
             return self._group.all_reduce([[tf.convert_to_tensor(value)]])[0][0]
+
+    @contextlib.contextmanager
+    def naming_ended(self) -> Iterator[None]:
+        """Names the worker that has ended while this one waits for it in an exchange of the context.
+
+        Raises:
+            ClusterError: A worker has ended.
+        """
+        try:
+            yield
+        except ConnectionError as e:
+            match = _ENDED.fullmatch(str(e))
+            if match is None:
+                raise
+            ended, place = self.names[int(match[1])], call_stack.users_place()
+            waits = f"{self.names[self.rank]} waits for it{place and f' at {place}'}"
+            loss = progress.Loss(ended, f"{ended} has ended, and {waits}", f"read the log of {ended} for the cause")
+            if _has_finished(ended):
+                cause = f"{ended} has finished its program (exit code 0), and {waits}"
+                loss = progress.Loss(ended, cause, "make the call of that line on every worker")
+            progress.write(lost=loss)
+            raise ClusterError(f"{loss.cause}: {loss.remedy}") from progress.shown_cause(e)
+
+
+def _has_finished(name: str) -> bool:
+    """Returns whether the program of a task that has ended has finished well, which it publishes as it ends."""
+    kind, _, index = name.rpartition(":")
+    until = time.monotonic() + _PUBLISHED_WITHIN
+    while not (found := finished.is_published(TaskSpec(kind, int(index)))) and time.monotonic() < until:
+        time.sleep(0.1)
+    return found
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +105,7 @@ class Mesh:
     layout_map: Any
     everyone: Ranks
     group: Communicator
-    group_ranks: Ranks
+    group_ranks: GroupRanks
     paths: set[str] = dataclasses.field(default_factory=set)
     notified: set[str] = dataclasses.field(default_factory=set)
 
@@ -238,7 +276,8 @@ class _Holder:
 
     def _joined(self, piece: tf.Tensor, lane: int) -> tf.Tensor:
         sizes, index, order = self.layout.joining()
-        flat = self.mesh.group.gather_parts(tf.reshape(piece, [-1]), lane)
+        with self.mesh.group_ranks.naming_ended():
+            flat = self.mesh.group.gather_parts(tf.reshape(piece, [-1]), lane)
         parts = tf.reshape(flat, [*sizes, *self.layout.piece_shape])[index]
         return tf.reshape(tf.transpose(parts, order), self.shape)
 
