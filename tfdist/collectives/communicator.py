@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import abc
 import functools
 from collections.abc import Callable, Generator, Sequence
 from typing import Any, TypeVar
@@ -24,11 +25,10 @@ _KEYS = 2**20  # exceeds the number of collectives in a step
 _RESERVED_KEYS = 1000  # exceeds the number of steps in an execution
 
 
-class Communicator:
+class Communicator(abc.ABC):
     """Runs the exchanges of this process's ranks, with all ranks of the group. A rank is a replica.
 
-    This class serves ranks that are all in this process. Subclasses for several processes override the methods that end in
-    `_processes`. Each process first combines the tensors of its ranks and then exchanges one result, so the bytes of a sum do not grow
+    Subclasses define the methods that end in `_of_processes`. Each process first combines the tensors of its ranks and then exchanges one result, so the bytes of a sum do not grow
     with the number of ranks in a process. Sums over ranks have the order of `tree`.
 
     `ranks` are the ranks in this process: consecutive numbers, equally many in each process.
@@ -172,39 +172,39 @@ class Communicator:
             rows = tf.reshape(rows, [local, self.size, *shape])
         return tf.unstack(rows)
 
+    @abc.abstractmethod
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
         """Returns the sum (or maximum) of a tensor over the processes."""
-        return tensor
 
+    @abc.abstractmethod
     def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the tensors of all processes, `[processes, *shape]`."""
-        return tensor[tf.newaxis]
 
+    @abc.abstractmethod
     def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
         """Sends row p of a tensor `[processes, ...]` to process p; returns the rows that this process receives."""
-        return tensor
 
     def _reduce_scatter_of_processes(self, rows: tf.Tensor) -> tf.Tensor:
         """Returns row p of the sum of `[processes, elements]` over the processes, on process p."""
         return tree_sum(tf.unstack(self._exchange_of_processes(rows)))
 
+    @abc.abstractmethod
     def _gather_rows_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Returns the concatenated rows of all processes, which have equally many."""
-        return rows
 
+    @abc.abstractmethod
     def _gather_unequal_rows_of_processes(
         self, values: tf.Tensor, indices: tf.Tensor, step: tf.Tensor
     ) -> tuple[tf.Tensor, tf.Tensor]:
         """Returns the concatenated rows and indices of all processes, which may have different numbers of them."""
-        return values, indices
 
+    @abc.abstractmethod
     def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Returns the sum over the processes of a tensor whose shape may change between steps."""
-        return tensor
 
+    @abc.abstractmethod
     def _exchange_changing_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
         """Is `_exchange_of_processes` for a tensor whose shape may change between steps."""
-        return rows
 
 
 def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
@@ -240,6 +240,29 @@ class InProcessCommunicator(Communicator):
 
     def __init__(self, size: int):
         super().__init__(range(size), size)
+
+    def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
+        return tensor
+
+    def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tensor[tf.newaxis]
+
+    def _exchange_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
+        return tensor
+
+    def _gather_rows_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return rows
+
+    def _gather_unequal_rows_of_processes(
+        self, values: tf.Tensor, indices: tf.Tensor, step: tf.Tensor
+    ) -> tuple[tf.Tensor, tf.Tensor]:
+        return values, indices
+
+    def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return tensor
+
+    def _exchange_changing_of_processes(self, rows: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
+        return rows
 
 
 class CrossProcessCommunicator(Communicator):
@@ -342,13 +365,16 @@ class CrossProcessCommunicator(Communicator):
         return self._tokens[lane].handle
 
 
-class DeviceCommunicator(Communicator):
-    """Ranks on GPUs. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs, and adds in its own order."""
+class DeviceCommunicator(CrossProcessCommunicator):
+    """Ranks on GPUs. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs, and adds in its own order.
+
+    Messages of processes, as opposed to those of ranks, travel between their CPUs.
+    """
 
     def __init__(self, strategy: tf.distribute.MultiWorkerMirroredStrategy):
         ranks = _ranks(strategy)
         size = tf_internals.num_replicas(strategy)
-        super().__init__(ranks, size)
+        super().__init__(ranks, size, tf_cluster.process_launcher(strategy))
         self._communicators = [
             CrossProcessCommunicator([rank], size, launcher, in_order=False)
             for rank, launcher in zip(ranks, tf_cluster.launchers(strategy), strict=True)
@@ -368,9 +394,12 @@ class DeviceCommunicator(Communicator):
     def add(self, tensors: list[tf.Tensor], step: tf.Tensor, lane: int = 0) -> list[tf.Tensor]:
         return self._on_each_rank(CrossProcessCommunicator.add, tensors, step)
 
-    def _on_each_rank(self, method: Callable[..., list[Any]], values: Sequence[Any], *step: tf.Tensor) -> list[Any]:
+    def all_reduce(self, tensors: Sequence[Sequence[tf.Tensor]], largest: bool = False) -> list[list[tf.Tensor]]:
+        return self._on_each_rank(CrossProcessCommunicator.all_reduce, tensors, largest)
+
+    def _on_each_rank(self, method: Callable[..., list[Any]], values: Sequence[Any], *others: Any) -> list[Any]:
         pairs = zip(self._communicators, values, strict=True)
-        return [method(communicator, [value], *step)[0] for communicator, value in pairs]
+        return [method(communicator, [value], *others)[0] for communicator, value in pairs]
 
 
 class ByteCounter(InProcessCommunicator):
