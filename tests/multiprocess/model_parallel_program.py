@@ -278,6 +278,7 @@ OPTIMIZERS = {
     "rmsprop": lambda: optimizers.RMSprop(0.01),
     "clipnorm": lambda: optimizers.Adam(0.01, clipnorm=0.05),
     "global_clipnorm": lambda: optimizers.SGD(0.1, global_clipnorm=0.1),
+    "clipped_later": lambda: optimizers.SGD(0.1, clipvalue=0.05),
     "averages": lambda: optimizers.SGD(0.05, use_ema=True, ema_momentum=0.8),
     "accumulation": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2),
     "accumulation_clipped": lambda: optimizers.Adam(0.01, gradient_accumulation_steps=2, global_clipnorm=0.05),
@@ -362,6 +363,11 @@ def train(case):
         if trainer is None:
             data, targets = np.delete(data, bad, 0), np.delete(targets, bad, 0)
     options = {"sample_weight": weights, "verbose": 0}
+    if case.endswith("clipped_later"):
+        model.fit(data, targets, batch_size=ROWS, shuffle=False, **options)
+        model.optimizer.clipvalue, model.optimizer.global_clipnorm = None, 0.1
+        with scope():
+            model.compile(model.optimizer, "mse", weighted_metrics=["mae"], jit_compile=False)
     history = model.fit(data, targets, batch_size=ROWS, epochs=epochs, shuffle=False, **options)
     result = {
         "exchanges": list(exchanges),

@@ -36,6 +36,7 @@ OTHERS = (
     *("dense-clipnorm", "dense-averages", "dense-accumulation", "dense-accumulation_clipped", "dense-constraint"),
     "dense-accumulation_constraint",
     "dense-constraint_across",
+    "dense-clipped_later",
 )
 TOGETHER = 9  # cases of one program, which has a limit of its time
 # The exchanges of a step within a model group: the sums of Megatron-LM's conjugate functions, and gathers of parts of activations.

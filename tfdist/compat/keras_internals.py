@@ -265,6 +265,12 @@ def replace_clip(optimizer: keras.optimizers.Optimizer, new: Method) -> None:
     setattr(optimizer, KERAS_CLIP, new)
 
 
+def clip_unless(optimizer: keras.optimizers.Optimizer, is_clipped: Callable[[], bool]) -> None:
+    """Makes an optimizer clip gradients as Keras does only while `is_clipped` is false: its arguments may change."""
+    own = functools.partial(getattr(type(optimizer), KERAS_CLIP), optimizer)
+    replace_clip(optimizer, lambda grads: list(grads) if is_clipped() else own(grads))
+
+
 def update_method(optimizer: keras.optimizers.Optimizer) -> Method:
     """Returns the method that updates variables with gradients: accumulation, clipping, weight decay and averages included."""
     method: Method = getattr(optimizer, KERAS_UPDATE)

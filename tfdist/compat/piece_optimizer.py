@@ -9,7 +9,7 @@ import concurrent.futures
 import contextlib
 import itertools
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -33,6 +33,14 @@ _APPLIED_ELSEWHERE: dict[str, Any] = {
 _SPLIT_SLOTS = "_split_slots"  # the attribute of an optimizer whose slots are split
 _MASTERS = "_masters"  # the attribute with the masters of its pieces
 _AVERAGES = "_model_variables_moving_average"
+_TAKE_OVER = "_take_over"  # the attribute of a copy with the function that reads the user's optimizer
+# Arguments that decide which slots an optimizer creates: the attributes with these slots, and a value with which it creates them.
+_SWITCHES: dict[str, tuple[tuple[str, ...], Any]] = {
+    "momentum": (("momentums", "_momentums"), 0.5),
+    "amsgrad": (("_velocity_hats",), True),
+    "centered": (("_average_gradients",), True),
+    "use_ema": ((_AVERAGES,), True),
+}
 _ids = itertools.count()
 
 
@@ -101,14 +109,16 @@ class _NoAverages:
 
 
 def build_copy(
-    optimizer: keras.optimizers.Optimizer, pieces: Sequence[Piece], has_masters: bool
+    optimizer: keras.optimizers.Optimizer, pieces: Sequence[Piece], has_masters: bool, switches: Mapping[str, Any]
 ) -> keras.optimizers.Optimizer:
     """Returns a copy of an optimizer with the same arguments, except for those that the caller applies itself, built on pieces.
 
+    Before each update it takes over the arguments that the user has set since. `switches` are arguments with which the slots are created.
     `all_variables` of the optimizer then contains the slots of the copy, and `state_variables` also the masters of pieces of float32, if it `has_masters`.
     """
     pieces_of_slots: dict[int, Piece] = {}
-    config = {**optimizer.get_config(), **_APPLIED_ELSEWHERE, "learning_rate": 0.0}
+    config = {**optimizer.get_config(), **_APPLIED_ELSEWHERE, "learning_rate": 0.0, **switches}
+    taken = [name for name in config if name not in (*_APPLIED_ELSEWHERE, "learning_rate")]
 
     def build() -> keras.optimizers.Optimizer:
         copy = type(optimizer).from_config(config)
@@ -135,14 +145,26 @@ def build_copy(
             copy.update_step(grad, piece, learning_rate)
 
     copy._distributed_tf_update_step = update
+    vars(copy)[_TAKE_OVER] = lambda: vars(copy).update({name: getattr(optimizer, name) for name in taken})
     copy._use_weight_decay = lambda piece: optimizer._use_weight_decay(piece.variable.value)
     # Not an attribute that Keras and TensorFlow track: the copy's variables have the shapes of pieces.
     vars(optimizer)[_SPLIT_SLOTS] = [_split_slot(slot, pieces_of_slots.get(id(slot))) for slot in slots(copy)]
     with_masters = [piece for piece in pieces if piece.master is not None]
     vars(optimizer)[_MASTERS] = [_slot_of(piece, f"{piece.path}_master", piece.master) for piece in with_masters]
-    if optimizer.use_ema:
+    if config["use_ema"]:
         vars(optimizer)[_AVERAGES] = _NoAverages()
     return copy
+
+
+def switches_of(optimizer: keras.optimizers.Optimizer) -> dict[str, Any]:
+    """Returns the arguments with which an optimizer creates the slots that it has, which the user may have changed since."""
+    held = vars(optimizer)
+    switches = {}
+    for name, (attributes, value) in _SWITCHES.items():
+        if name in held:
+            has_slots = any(held.get(attribute) for attribute in attributes)
+            switches[name] = (held[name] or value) if has_slots else type(value)()
+    return switches
 
 
 def _split_slot(slot: keras.Variable, piece: Piece | None) -> keras.Variable | SplitSlot:
@@ -168,7 +190,7 @@ def all_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable 
         return variables
     leaf = getattr(optimizer, "inner_optimizer", optimizer)
     averages = 0
-    if leaf.use_ema:
+    if _AVERAGES in vars(leaf):  # `use_ema` may have changed
         averages = len(trainable_variables(leaf))
     # Keras creates moving averages before gradient accumulators, and other slots after them.
     accumulators = [v for v in variables if v.name.endswith(GRADIENT_ACCUMULATOR)]
@@ -229,7 +251,8 @@ def slots(copy: keras.optimizers.Optimizer) -> list[keras.Variable]:
 
 @contextlib.contextmanager
 def _updating(copy: keras.optimizers.Optimizer, **scalars: tf.Tensor) -> Iterator[None]:
-    """Lets Keras update the copy's variables, which belong to no strategy, with the scalars of the user's optimizer."""
+    """Lets Keras update the copy's variables, which belong to no strategy, with the arguments and scalars of the user's optimizer."""
+    vars(copy)[_TAKE_OVER]()
     # Tensors in place of variables: a backup would have to know variables that a step changes.
     vars(copy).update(scalars)
     distribute_lib._push_per_thread_mode(distribute_lib._get_default_replica_mode())

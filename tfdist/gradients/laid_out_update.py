@@ -86,16 +86,15 @@ class _Clip:
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, group: Communicator):
-        self._each = optimizer.clipnorm
-        self._all = optimizer.global_clipnorm
+        self._optimizer = optimizer
         self._group = group
         self.copies: dict[int, int] = {}
-        if self._each or self._all:
-            keras_internals.replace_clip(optimizer, list)
+        keras_internals.clip_unless(optimizer, lambda: bool(optimizer.clipnorm or optimizer.global_clipnorm))
 
     def __call__(self, grads: Sequence[Gradient], variables: Variables) -> Sequence[Gradient]:
         """Returns clipped gradients. A collective, if gradients are clipped by a norm."""
-        if not (self._each or self._all) or not grads:
+        each, total_norm = self._optimizer.clipnorm, self._optimizer.global_clipnorm
+        if not (each or total_norm) or not grads:
             return grads
         squares = []
         for grad in grads:
@@ -108,9 +107,9 @@ class _Clip:
             ((total,),) = self._group.all_reduce([[tf.stack(parts)]])
             for index, square in zip(held, tf.unstack(total), strict=True):
                 squares[index] = square
-        if self._each:
-            factors = [self._each / tf.maximum(tf.sqrt(square), self._each) for square in squares]
+        if each:
+            factors = [each / tf.maximum(tf.sqrt(square), each) for square in squares]
         else:
             norm = tf.sqrt(tf.add_n(squares))
-            factors = [self._all * tf.minimum(1 / norm, 1 / self._all) + (norm - norm)] * len(grads)
+            factors = [total_norm * tf.minimum(1 / norm, 1 / total_norm) + (norm - norm)] * len(grads)
         return [gradient_lists.scale([grad], factor)[0] for grad, factor in zip(grads, factors, strict=True)]

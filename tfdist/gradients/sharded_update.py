@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -69,16 +70,17 @@ class ShardedUpdate:
         """Builds the optimizer without slots, and the copy with slots for this process's pieces."""
         if not self._optimizer.built:
             keras_internals.build_without_slots(self._optimizer, variables)
-            self._build_copy(variables)
+            self._build_copy(variables, {})
 
     def split(self) -> None:
         """Splits the slots of an optimizer that is built already, such as one of a loaded model."""
+        switches = piece_optimizer.switches_of(self._optimizer)
         slots = keras_internals.remove_slots(self._optimizer)
-        self._build_copy(keras_internals.trainable_variables(self._optimizer))
+        self._build_copy(keras_internals.trainable_variables(self._optimizer), switches)
         for split, slot in zip(piece_optimizer.slots_of_copy(self._optimizer), slots, strict=True):
             split.assign(slot.numpy())
 
-    def _build_copy(self, variables: Variables) -> None:
+    def _build_copy(self, variables: Variables, switches: Mapping[str, Any]) -> None:
         most_bytes = bucket_bytes(self._strategy)
         if self._group.processes == 1:
             most_bytes = (
@@ -88,7 +90,8 @@ class ShardedUpdate:
         held = {number: pieces for bucket in self._buckets for number, pieces in bucket.pieces.items()}
         for number, variable in enumerate(variables):
             self._pieces.append(Piece(variable, held[number], self._process))
-        self._copy = piece_optimizer.build_copy(self._optimizer, self._pieces, self._wire_dtype != tf.float32)
+        has_masters = self._wire_dtype != tf.float32
+        self._copy = piece_optimizer.build_copy(self._optimizer, self._pieces, has_masters, switches)
         if self._process == 0 and variables:
             logger.info(self._description())
 

@@ -85,7 +85,7 @@ class AccumulatingUpdate:
         clips = not self.clips_local and worker_tables.clips(self._optimizer, self.variables)
         if not clips or accumulated != bool(self._optimizer.gradient_accumulation_steps):
             return grads
-        keras_internals.replace_clip(self._optimizer, list)
+        worker_tables.take_over_clip(self._optimizer, self.variables)
         return worker_tables.clip(self._optimizer, grads, variables, scale)
 
     @property
@@ -372,7 +372,7 @@ def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> Non
                 variables = keras_internals.trainable_variables(optimizer)
             grads = gradient_lists.deduplicate_rows(grads)
             if worker_tables.clips(optimizer, variables):
-                keras_internals.replace_clip(optimizer, list)
+                worker_tables.take_over_clip(optimizer, variables)
                 grads = worker_tables.clip(optimizer, grads, variables)
             apply(gradient_lists.with_divisible_rows(grads), trainable_variables)
 

@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import communicator_for
+from tfdist.compat import keras_internals
 from tfdist.compat.tf_internals import regroup
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists
@@ -57,6 +58,11 @@ def clips(optimizer: keras.optimizers.Optimizer, variables: Variables) -> bool:
     if optimizer.clipnorm:
         return any(table is not None and table.layout.count > 1 for table in tables)
     return bool(optimizer.global_clipnorm) and any(table is not None and table.layout.is_on_workers for table in tables)
+
+
+def take_over_clip(optimizer: keras.optimizers.Optimizer, variables: Variables) -> None:
+    """Makes an optimizer leave its clipping to `clip` while `clips` returns true, in place."""
+    keras_internals.clip_unless(optimizer, lambda: clips(optimizer, variables))
 
 
 def clip(
