@@ -64,7 +64,7 @@ class Strategy(Protocol):
         shard_optimizer: Whether each process holds a part of the slots of optimizers.
         row_updates: Which optimizers update only the rows of a large table that have a gradient, as in `StrategyConfig`.
         weights_dtype: The type in which processes then send updated weights of float32.
-        sync_every: How many updates each worker makes alone between two exchanges of weights, by the first update; empty if none (see `sync_intervals`).
+        sync_every: The number of updates, one per step, that each worker makes alone between two exchanges of weights, by the first update; empty if none (see `sync_intervals`).
         outer: The `Outer` that applies these exchanges.
         batch_shares: The `BatchShares` of the workers; None if batches are divided evenly.
         timeout_seconds: The limit of a wait within a step; 0 means no limit, None that it is deduced (see `StrategyConfig`).

@@ -439,3 +439,24 @@ def test_float64_has_all_of_its_precision(trainer, own, batch):
     finally:
         keras.config.set_floatx("float32")
     np.testing.assert_allclose(kernel, descended(batch), rtol=1e-13)
+
+
+@pytest.mark.parametrize(
+    "name", ["mirrored", pytest.param("multi_worker_mirrored", marks=pytest.mark.full), "central_storage"]
+)
+def test_averages_overwrite_the_weights_of_one_replica(name):
+    trainer = tfdist.Trainer(name, devices=1)
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
+        optimizer = keras.optimizers.SGD(RATE, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
+        model.compile(optimizer, "mse")
+    model.set_weights([START])
+    model.fit(X, Y, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    weights = average = START
+    for update, begin in enumerate([*range(0, 12, 4)] * 2, 1):
+        rows = slice(begin, begin + 4)
+        weights = weights - RATE * gradient(weights, X[rows], Y[rows])
+        average = weights if update == 1 else 0.5 * average + 0.5 * weights
+        if update % 2 == 0:
+            weights = average
+    np.testing.assert_allclose(model.get_weights()[0], weights, rtol=1e-5)

@@ -418,7 +418,9 @@ def attach(model: keras.Model, compression: Compressor | None = None, nan_policy
         local_steps.check(model)
     for optimizer in optimizer_search.optimizers(model):
         leaf = getattr(optimizer, "inner_optimizer", optimizer)
-        if several or skips or sync_every or worker_tables.clips(leaf, model.trainable_variables):
+        # Keras overwrites weights by their averages in a condition, in which one replica may not call `merge_call` either.
+        overwrites = leaf.use_ema and leaf.ema_overwrite_frequency
+        if several or skips or sync_every or overwrites or worker_tables.clips(leaf, model.trainable_variables):
             summed_by = compression if several and not sync_every else None
             optimizer_lib.distribute_optimizer(optimizer, summed_by, clip_after_reduce=True)
         else:

@@ -162,7 +162,9 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
             return next_creator(**kwargs)
         # Each replica writes its own copy, and reads outside of replicas average them: steps need no communication.
         variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
-        self.statistics.add(variable)
+        # The sum of accumulators may be averaged; where workers train alone, each continues with the gradients of its own.
+        if not (self.sync_every and kwargs.get("colocate_with") is not None):
+            self.statistics.add(variable)
         if kind is not None:
             declared_weights.declare(self, variable, kind, kwargs.get("name") or "")
         return variable

@@ -109,6 +109,34 @@ def diloco_of_adam(world):
 
 
 @case(WORKERS)
+def an_accumulation_continues_past_an_epoch_on_each_worker(world):
+    x, y = X[:20], Y[:20]  # three batches: an epoch ends amid an accumulation
+    with local(world, 3):
+        with world.scope():
+            model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)])
+            model.compile(keras.optimizers.Adam(0.05, gradient_accumulation_steps=2), "mse")
+        model.set_weights([np.full((3, 1), 0.5), np.zeros(1)])
+        model.fit(x, y, batch_size=SIZE, epochs=4, shuffle=False, verbose=0)
+    anchor = [np.full((3, 1), 0.5), np.zeros(1)]
+    optimizers = [Adam() for _ in range(world.workers)]
+    own, held, examples = [list(anchor) for _ in optimizers], [None] * world.workers, np.zeros(world.workers)
+    for number, rows in enumerate([range(begin, min(begin + SIZE, 20)) for begin in range(0, 20, SIZE)] * 4, 1):
+        for rank, part in enumerate(np.array_split(rows, world.workers)):
+            error = x[part].astype("float64") @ own[rank][0] + own[rank][1] - y[part]
+            gradients = [2 * x[part].T @ error / len(part), 2 * error.mean(0)]
+            examples[rank] += len(part)
+            if number % 2:
+                held[rank] = gradients
+            else:
+                optimizers[rank](own[rank], [(a + b) / 2 for a, b in zip(held[rank], gradients, strict=True)])
+        if number % 6 == 0:
+            shares = examples / examples.sum()
+            anchor = [sum(s * w[index] for s, w in zip(shares, own, strict=True)) for index in range(2)]
+            own, examples = [list(anchor) for _ in optimizers], np.zeros(world.workers)
+    return {"weights": (is_near(model.get_weights(), anchor), True)}
+
+
+@case(WORKERS)
 def callbacks_and_validations_see_the_anchor(world):
     seen = Seen()
     with local(world, "2,4:5"):
