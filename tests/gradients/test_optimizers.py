@@ -445,7 +445,7 @@ def test_float64_has_all_of_its_precision(trainer, own, batch):
     "name", ["mirrored", pytest.param("multi_worker_mirrored", marks=pytest.mark.full), "central_storage"]
 )
 def test_averages_overwrite_the_weights_of_one_replica(name):
-    trainer = tfdist.Trainer(name, devices=1)
+    trainer = tfdist.Trainer(name, devices=["CPU:0"])
     with trainer.scope():
         model = keras.Sequential([keras.Input((4,)), keras.layers.Dense(1, use_bias=False)])
         optimizer = keras.optimizers.SGD(RATE, use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=2)
