@@ -25,6 +25,12 @@ class Trains(Protocol):
     def call(self, name: str, method: Function, model: keras.Model, args: Sequence[Any], kwargs: Any) -> Any:
         """Runs the Trainer's counterpart of Keras' `method` for `model`."""
 
+    def write_together(self, saveable: Any, path: str, write: Callable[[], None]) -> bool:
+        """Writes a file of a model or layer whose state is in parts on the workers, on the chief. A collective, if it returns True.
+
+        Returns False, on all workers, if no state is in parts, or if callbacks that not all workers have may be running.
+        """
+
     def on_model_saved(self, model: keras.Model) -> None:
         """Removes the backups of the finished training runs of `model`, after `Model.save` or `Model.export`."""
 

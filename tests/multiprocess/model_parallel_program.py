@@ -444,6 +444,8 @@ def result_of(case):
         return loaded(rest)
     if kind == "exported":
         return exported(rest)
+    if kind == "written":
+        return written(rest)
     if kind == "live":
         return live_bytes(rest)
     return error_of(case) if case in ERRORS else train(case)
@@ -472,8 +474,46 @@ def with_layout(pattern, layout):
     return fault
 
 
+def written(case):
+    """Returns the weights and slots that plain Keras loads of each file that all workers write together, and of that of `trainer.save`."""
+    model, data = build(case)
+    kinds = (
+        ("best.keras", {"monitor": "loss", "save_best_only": True}),
+        ("last.weights.h5", {"save_weights_only": True}),
+    )
+    callbacks = [keras.callbacks.ModelCheckpoint(os.path.join(out, file), **options) for file, options in kinds]
+    model.fit(data, TARGETS, batch_size=ROWS, epochs=2, verbose=0, shuffle=False, callbacks=callbacks)
+    model.save_weights(os.path.join(out, "saved.weights.h5"))
+    model.save(os.path.join(out, "saved.keras"))
+    path = os.path.join(out, "trainer.keras")
+    trainer.save(model, path)
+    found = {}
+    for file in ("trainer.keras", "best.keras", "saved.keras", "last.weights.h5", "saved.weights.h5"):
+        plain = keras.saving.load_model(path)
+        if file.endswith(".keras"):
+            plain = keras.saving.load_model(os.path.join(out, file))
+        else:
+            for variable in (*plain.weights, *plain.optimizer.variables):
+                variable.assign(keras.ops.zeros_like(variable))
+            plain.load_weights(os.path.join(out, file))
+        found[file] = [np.array(value) for value in (*plain.weights, *plain.optimizer.variables)]
+    return found
+
+
 def saved_alone():
-    build("dense")[0].save(os.path.join(out, "alone.keras"))
+    """Saves by a callback that the chief alone has; raises its error on all workers."""
+    model, data = build("dense")
+    said = pathlib.Path(out, "alone.txt")
+
+    def save(epoch, logs):
+        try:
+            model.save(os.path.join(out, "alone.keras"))
+        except tfdist.ConfigError as e:
+            said.write_text(str(e))
+
+    callbacks = [] if trainer.task.index else [keras.callbacks.LambdaCallback(on_epoch_end=save)]
+    model.fit(data, TARGETS, batch_size=ROWS, verbose=0, callbacks=callbacks)
+    raise tfdist.ConfigError(said.read_text())  # all workers have ended `fit`
 
 
 def read_alone():

@@ -175,24 +175,96 @@ class OwnUpdate(optimizers.SGD):
         self.assign_sub(variable, gradient * learning_rate)
 
 
-def saved():
-    trained[0].save_weights(os.path.join(out, "model.weights.h5"))
-    trained[0].save(os.path.join(out, "model.keras"))
+def dense():
+    """Returns a compiled model that plain Keras loads without classes of this file."""
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(61, "tanh"), keras.layers.Dense(5)])
+        model.compile(optimizers.Adam(0.01), keras.losses.SparseCategoricalCrossentropy(from_logits=True))
+    return model
+
+
+def fit_dense(model, *callbacks, epochs=2):
+    trainer.fit(model, X, Y, batch_size=BATCH, epochs=epochs, verbose=0, shuffle=False, callbacks=list(callbacks))
+
+
+def content(path):
+    """Returns the weights and slots that plain Keras loads from a file."""
+    if path.endswith(".keras"):
+        model = keras.models.load_model(path)
+    else:
+        model = keras.Sequential([keras.Input((8,)), keras.layers.Dense(61, "tanh"), keras.layers.Dense(5)])
+        model.compile(optimizers.Adam(0.01), "mse")
+        model.optimizer.build(model.trainable_variables)
+        model.load_weights(path)
+    return [np.array(value) for value in (*model.weights, *model.optimizer.variables)]
+
+
+def written():
+    """Returns what plain Keras loads of each file that all workers write together, and of that of `trainer.save`."""
+    trainer.strategy.shard_optimizer = True
+    model, checkpoint = dense(), keras.callbacks.ModelCheckpoint
+    place = {"best.keras": {"monitor": "loss", "save_best_only": True}, "each-{epoch}.keras": {}}
+    place["step.weights.h5"] = {"save_weights_only": True, "save_freq": 3}
+    place["last.weights.h5"] = {"save_weights_only": True}
+    fit_dense(model, *(checkpoint(os.path.join(out, file), **options) for file, options in place.items()))
+    model.save_weights(os.path.join(out, "saved.weights.h5"))
+    model.save(os.path.join(out, "saved.keras"))
+    keras.saving.save_model(model, os.path.join(out, "function.keras"))
+    model.save_weights(os.path.join(out, "parts.weights.json"), max_shard_size=1e-5)
+    trainer.save(model, os.path.join(out, "trainer.keras"))
+    if not trainer.is_chief:
+        return {}
+    kinds = (".keras", ".weights.h5", ".weights.json")
+    files = [file for file in os.listdir(out) if file.endswith(kinds) and not file.startswith("parts_")]
+    return {file: content(os.path.join(out, file)) for file in files}
+
+
+def saved_by_the_chief():
+    """Returns the errors of saves of a callback that the chief alone has; the training goes on."""
+    trainer.strategy.shard_optimizer = True
+    model, errors, epochs = dense(), {}, []
+
+    class Saves(keras.callbacks.Callback):
+        def on_epoch_end(self, epoch, logs=None):
+            for save, file in ((self.model.save_weights, "alone.weights.h5"), (self.model.save, "alone.keras")):
+                try:
+                    save(os.path.join(out, file))
+                except tfdist.ConfigError as e:
+                    errors[file] = str(e)
+
+    counts = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: epochs.append(epoch))
+    fit_dense(model, counts, *([Saves()] if trainer.is_chief else []))
+    return errors, epochs
 
 
 def swapped_averages():
-    data = [IDS, X], Y
-    callbacks = [keras.callbacks.SwapEMAWeights()]
-    train(OPTIMIZERS["averages"])
-    trainer.fit(trained[0], *data, verbose=0, validation_data=data, callbacks=callbacks)
+    with trainer.scope():
+        model = build()
+        model.compile(OPTIMIZERS["averages"](), "mse")
+    trainer.fit(model, [IDS, X], Y, verbose=0, callbacks=[keras.callbacks.SwapEMAWeights(), begins()])
+
+
+def begins():
+    return keras.callbacks.LambdaCallback(on_epoch_begin=lambda epoch, logs: begun.append(epoch))
 
 
 def fit_with(optimizer):
     return lambda: compile_and_fit(build(), optimizer)
 
 
+def checkpoint(file, ranks):
+    def fit():
+        writer = keras.callbacks.ModelCheckpoint(os.path.join(out, file))
+        fit_dense(dense(), begins(), *([writer] if trainer.task.index in ranks else []))
+
+    return fit
+
+
+begun = []  # the epochs of the case that have begun
+ALONE = {"written": written, "saved_by_the_chief": saved_by_the_chief, "rounded": rounded}
 ERRORS = {
-    "saved": saved,
+    "old_format": checkpoint("model.h5", range(9)),
+    "checkpoint_of_the_chief": checkpoint("chief.keras", range(1)),
     "lamb": fit_with(optimizers.Lamb),
     "own_update": fit_with(OwnUpdate),
     "swapped_averages": swapped_averages,
@@ -200,19 +272,20 @@ ERRORS = {
 
 
 def error_of(case):
+    begun.clear()
     with trainer.scope():
         try:
             ERRORS[case]()
         except (tfdist.ConfigError, tfdist.ClusterError) as e:
-            return str(e)
+            return f"after {len(begun)} epochs: {e}"
     return ""
 
 
 if __name__ == "__main__":
     results = {}
     for case in chosen:
-        if case == "rounded":
-            results[case] = rounded()
+        if case in ALONE:
+            results[case] = ALONE[case]()
             continue
         if case in ERRORS:
             results[case] = error_of(case)

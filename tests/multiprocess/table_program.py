@@ -8,6 +8,7 @@ this process holds. A case of `ERRORS` stores the text of an error instead.
 import contextlib
 import hashlib
 import os
+import pathlib
 import shutil
 import sys
 
@@ -76,11 +77,19 @@ def saved(model):
     """Returns the hashes of the arrays of a saved model and its optimizer, and rows of the table of users."""
     path = os.path.join(out, "model.keras")
     trainer.save(model, path, delete_backup=False)
+    weights_path = os.path.join(out, "model.weights.h5")
+    model.save_weights(weights_path)
     if not trainer.is_chief:
         return None, None
     loaded = keras.models.load_model(path, {"CustomStep": CustomStep})
-    variables = with_tables([*loaded.weights, *loaded.optimizer.variables], [loaded.optimizer])
-    hashes = [hashlib.sha256(np.asarray(variable.numpy()).tobytes()).hexdigest() for variable in variables]
+    variables = list(with_tables([*loaded.weights, *loaded.optimizer.variables], [loaded.optimizer]))
+    hashes, again = [], []
+    for found in (hashes, again):
+        found += [hashlib.sha256(np.asarray(variable.numpy()).tobytes()).hexdigest() for variable in variables]
+        for variable in loaded.weights:
+            variable.assign(keras.ops.zeros_like(variable))
+        loaded.load_weights(weights_path)
+    assert hashes == again
     return hashes, loaded.get_layer("users").table.numpy()[X[0]]
 
 
@@ -197,10 +206,26 @@ CASES = {
     "accumulates": lambda: train(lambda: keras.optimizers.Adam(gradient_accumulation_steps=2, global_clipnorm=0.02)),
     "averages": lambda: train(lambda: keras.optimizers.Adam(use_ema=True, ema_momentum=0.5, ema_overwrite_frequency=3)),
 }
+
+
+def saved_alone():
+    """Saves by a callback that the chief alone has; raises its error on all workers."""
+    model, said = use(), pathlib.Path(out, "alone.txt")
+
+    def save(epoch, logs):
+        try:
+            model.save(os.path.join(out, "alone.keras"))
+        except tfdist.ConfigError as e:
+            said.write_text(str(e))
+
+    fit(model, callbacks=[keras.callbacks.LambdaCallback(on_epoch_end=save)] if trainer.is_chief else [])
+    raise tfdist.ConfigError(said.read_text())  # all workers have ended `fit`
+
+
 ERRORS = {
     "lamb": lambda: train(keras.optimizers.Lamb),
     "regularizer": lambda: train(make=lambda: build(embeddings_regularizer="l2")),
-    "saved alone": lambda: use().save(os.path.join(out, "alone.keras")),
+    "saved alone": saved_alone,
     "called": lambda: use()([X[0][:2], X[1][:2]]),
 }
 

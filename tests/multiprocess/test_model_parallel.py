@@ -73,7 +73,7 @@ ERRORS = {
     "rank": "has 2 dimensions, and the variable has shape",
     "batch": "names 'batch', the axis of the batch",
     "parts": "splits a dimension of size 3 into 2 parts along 'model'",
-    "saved_alone": "use trainer.save(model, path), which all workers call",
+    "saved_alone": "call trainer.save, model.save or model.save_weights on all workers",
     "function": "within a tf.function, where workers cannot wait for each other",
     "axis": "Invalid axis names",
     "mirrored": "needs the strategy multi_worker_mirrored",
@@ -254,3 +254,14 @@ def test_what_does_not_work_says_so(runs):
     for rank in ranks:
         for case, sentence in ERRORS.items():
             assert sentence in rank[case], case
+
+
+def test_all_workers_write_files_of_pieces_together_which_plain_keras_loads(runs):
+    ranks, _ = runs(WORKERS, "model_parallel_program", "1x2", "written=dense-adamw", size=2)
+    for rank in ranks:
+        found = rank["written=dense-adamw"]
+        last = found.pop("trainer.keras")
+        assert len(found) == 4
+        for file, values in found.items():
+            for value, right in zip(values, last, strict=True):
+                np.testing.assert_array_equal(value, right, err_msg=file)

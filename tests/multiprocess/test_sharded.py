@@ -27,7 +27,8 @@ OPTIONS = (
     *("loss_scale", "frozen", "executions", "unfinite", "compressed", "averages", "overwriting_averages"),
 )
 ERRORS = {
-    "saved": "use trainer.save(model, path), which all workers call, or model.save_weights or model.export",
+    "old_format": "Keras' old format cannot hold state that is in parts on the workers: save to .keras or .weights.h5",
+    "checkpoint_of_the_chief": "ModelCheckpoint writes a model whose state is in parts on the workers",
     "lamb": "Lamb is not known to update each element independently",
     "own_update": "OwnUpdate is not known to update each element independently",
     "swapped_averages": "keras.callbacks.SwapEMAWeights cannot read them",
@@ -115,5 +116,32 @@ def test_weights_travel_as_bfloat16_and_are_updated_in_float32(runs):
 @pytest.mark.parametrize("case", ERRORS)
 def test_what_split_state_cannot_do_is_an_error(runs, case):
     ranks, _ = run(runs, case)
-    assert ERRORS[case] in ranks[0][case]
-    assert all(rank[case] for rank in ranks)
+    for rank in ranks:
+        assert rank[case].startswith("after 0 epochs: ")
+        assert ERRORS[case] in rank[case]
+
+
+def test_all_workers_write_files_of_split_state_together_which_plain_keras_loads(runs):
+    ranks, _ = runs(WORKERS, "sharded_program", "written", size=2)
+    found = ranks[0]["written"]
+    last = found.pop("trainer.keras")
+    assert len(last) == 14  # four weights, two slots of each, the number of updates and the learning rate
+    # Twelve steps, of which the first file has six.
+    updates = [found.pop(file) for file in ("each-1.keras", "step.weights.h5")]
+    assert [int(values[4]) for values in (*updates, last)] == [6, 12, 12]
+    assert set(found) == {
+        *("best.keras", "each-2.keras", "saved.keras", "function.keras"),
+        *("last.weights.h5", "saved.weights.h5", "parts.weights.json"),
+    }
+    for file, values in found.items():
+        for value, right in zip(values, last, strict=True):
+            np.testing.assert_array_equal(value, right, err_msg=file)
+
+
+def test_a_callback_of_the_chief_alone_cannot_save_split_state(runs):
+    ranks, _ = runs(WORKERS, "sharded_program", "saved_by_the_chief", size=2)
+    errors = ranks[0]["saved_by_the_chief"][0]
+    assert set(errors) == {"alone.weights.h5", "alone.keras"}
+    for message in errors.values():
+        assert "call trainer.save, model.save or model.save_weights on all workers" in message
+    assert [rank["saved_by_the_chief"][1] for rank in ranks] == [[0, 1]] * 2  # the training goes on

@@ -98,14 +98,17 @@ class Piece:
         return self.value * other
 
 
+NO_AVERAGES = (
+    "The moving averages of use_ema=True are split (shard_optimizer=True), so that keras.callbacks.SwapEMAWeights cannot read "
+    "them: remove the callback, as the weights are the averages when fit ends, or set shard_optimizer=False."
+)
+
+
 class _NoAverages:
     """Stands where Keras keeps whole moving averages. `keras.callbacks.SwapEMAWeights` reads them there."""
 
     def __iter__(self) -> Iterator[Any]:
-        raise ConfigError(
-            "The moving averages of use_ema=True are split (shard_optimizer=True), so that keras.callbacks.SwapEMAWeights cannot read "
-            "them: remove the callback, as the weights are the averages when fit ends, or set shard_optimizer=False."
-        )
+        raise ConfigError(NO_AVERAGES)
 
 
 def build_copy(

@@ -145,8 +145,8 @@ class Table:
             return self.layout.read(self, rows)
         if self.layout.is_on_workers:
             raise ConfigError(
-                f"Each worker holds some rows of the table {self.path}, so a worker cannot read the table by itself: save it with "
-                "trainer.save(model, path), which all workers call, or give the layer shards=1."
+                f"Each worker holds some rows of the table {self.path}, so a worker cannot read the table by itself: call "
+                "trainer.save, model.save or model.save_weights on all workers, and give a callback that does to all of them; or give the layer shards=1."
             )
         chunk = np.empty((len(rows), *self.shape[1:]), self.dtype.as_numpy_dtype)
         for part, values in self.own_rows(rows):

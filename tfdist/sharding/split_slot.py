@@ -55,7 +55,7 @@ class SplitSlot:
             return np.reshape(self.piece.numpy(), self.shape)
         if self.read is None:
             raise ConfigError(
-                f"{self.path} is split over the workers (shard_optimizer=True), so a worker cannot save it by itself: use "
-                "trainer.save(model, path), which all workers call, or model.save_weights or model.export."
+                f"{self.path} is split over the workers (shard_optimizer=True), so a worker cannot save it by itself: call "
+                "trainer.save, model.save or model.save_weights on all workers, and give a callback that does to all of them."
             )
         return self.read(self)

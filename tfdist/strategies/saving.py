@@ -61,24 +61,33 @@ def keras_writer(keras_own: Method) -> Method:
         strategy = _strategy_of(saveable)
         if strategy is None or not isinstance(filepath, (str, os.PathLike)) or _PARTIAL in os.fspath(filepath):
             return save(filepath)
+        path = os.fspath(filepath)
+        has_shards = signature.bind(saveable, filepath, *args, **kwargs).arguments.get("max_shard_size") is not None
+
+        def write_files() -> None:
+            if has_shards:
+                _save_shards(save, path)
+            elif path.endswith(_FILES):
+                with beside(path) as partial:
+                    if partial.endswith((".h5", ".hdf5")):
+                        _check_room(saveable, partial)
+                    save(partial)
+            elif path.startswith("hf://"):
+                save(path)  # Keras uploads it
+            else:
+                _save_beside(save, path)
+
+        if strategy.trainer and strategy.trainer.write_together(saveable, path, write_files):
+            return None
         if any(map(laid_out.is_laid_out, saveable.variables)):
             raise ConfigError(
                 "Each worker holds pieces of the model's variables (keras.distribution.ModelParallel), so a worker cannot write it by itself: "
-                "use trainer.save(model, path), which all workers call."
+                "call trainer.save, model.save or model.save_weights on all workers, and give a callback that does to all of them."
             )
-        path = os.fspath(filepath)
-        write_once = functools.partial(by_one, strategy, path, objects=lambda: saveable.variables)
-        if signature.bind(saveable, filepath, *args, **kwargs).arguments.get("max_shard_size") is not None:
-            write_once(lambda: _save_shards(save, path))
-        elif path.endswith(_FILES):
-            with beside(path) as partial:  # one file, which every rank may replace
-                if partial.endswith((".h5", ".hdf5")):
-                    _check_room(saveable, partial)
-                save(partial)
-        elif path.startswith("hf://"):
-            write_once(lambda: save(path))  # Keras uploads it
+        if path.endswith(_FILES) and not has_shards:  # one file, which every rank may replace
+            write_files()
         else:
-            write_once(lambda: _save_beside(save, path))
+            by_one(strategy, path, write_files, lambda: saveable.variables)
         return None
 
     return write

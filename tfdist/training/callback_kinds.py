@@ -27,6 +27,8 @@ _KERAS_WRITERS = {
     keras.callbacks.TensorBoard: "log_dir",
     keras.callbacks.RemoteMonitor: "root",
 }
+# Their files hold nothing of the model that may be in parts on the workers.
+_LOGGERS = (keras.callbacks.CSVLogger, keras.callbacks.TensorBoard, keras.callbacks.RemoteMonitor)
 _NO_SERVER = "no address (of the workers, the chief alone sends)"
 
 
@@ -42,6 +44,11 @@ def only_writes(callback: keras.callbacks.Callback) -> bool:
         return False
     hooks = [name for name in dir(kind) if name.startswith("on_") or name == "set_model"]
     return all(name not in vars(callback) and getattr(type(callback), name) is getattr(kind, name) for name in hooks)
+
+
+def only_logs(callback: keras.callbacks.Callback) -> bool:
+    """Returns whether a callback only observes, or only writes with a logger of Keras."""
+    return only_observes(callback) or (only_writes(callback) and isinstance(callback, _LOGGERS))
 
 
 def place_attribute(callback: keras.callbacks.Callback) -> str | None:

@@ -27,19 +27,24 @@ from tfdist.replicas import equal_weights
 from tfdist.runtime.report.phase import phase
 from tfdist.strategy import Strategy
 from tfdist.training.alike import Alike
-from tfdist.training.callback_kinds import only_observes, only_writes
+from tfdist.training.callback_kinds import only_logs, only_observes, only_writes
 
 _BATCH_HOOKS = ("on_train_batch_begin", "on_train_batch_end", "on_batch_begin", "on_batch_end")
 
 
 def wrap_callbacks(
-    callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy, ranks: Ranks, check_weights: bool
+    callbacks: Sequence[keras.callbacks.Callback],
+    strategy: Strategy,
+    ranks: Ranks,
+    check_weights: bool,
+    in_parts: bool = False,
 ) -> tuple[keras.callbacks.Callback, list[keras.callbacks.Callback], keras.callbacks.Callback]:
     """Returns the callback to call first, this rank's callbacks, and the callback to call last. A collective.
 
-    With `check_weights` the ranks compare their weights after each epoch. Ranks whose callbacks differ always do.
+    With `check_weights` the ranks compare their weights after each epoch. Ranks whose callbacks differ always do. If the model's state is
+    `in_parts`, all ranks run the callbacks that may write it.
     """
-    local = [c for c in callbacks if ranks.is_chief or not only_writes(c)]
+    local = [c for c in callbacks if ranks.is_chief or not only_writes(c) or (in_parts and not only_logs(c))]
     # Writers count, although workers drop them: on the chief they read the model. Observers do not count.
     names = ",".join(type(c).__qualname__ for c in callbacks if not only_observes(c)).encode()
     with phase("call", "the comparison of its callbacks"):
@@ -48,6 +53,12 @@ def wrap_callbacks(
     alike = len(set(gathered[:, 1])) == 1
     agree = _CheckConsistency(strategy, ranks, on_batches, alike, check_weights)
     return _Synchronize(strategy, on_batches), local, agree
+
+
+def differ(callbacks: Sequence[keras.callbacks.Callback], ranks: Ranks) -> bool:
+    """Returns whether the ranks have different callbacks, other than those that only log. A collective."""
+    names = ",".join(type(callback).__qualname__ for callback in callbacks if not only_logs(callback)).encode()
+    return len(set(ranks.gather(float(zlib.crc32(names)))[:, 0])) > 1
 
 
 def acts_on_batches(callback: keras.callbacks.Callback) -> bool:

@@ -14,7 +14,7 @@ from tfdist.aliases import Data, Structure
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives import communicator
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import unsupported
+from tfdist.compat import piece_optimizer, unsupported
 from tfdist.config import StrategyConfig, validation
 from tfdist.data import graph, worker_rows
 from tfdist.data.stored import StoredData
@@ -116,6 +116,42 @@ def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
                 f"{type(callback).__name__}.writes must name the attribute that says where the callback writes. Received: "
                 f"{name!r}, which the callback does not have. Set self.{name} in its __init__."
             )
+
+
+def check_savers(callbacks: Sequence[keras.callbacks.Callback], ranks: Ranks, differ: bool) -> None:
+    """Raises ConfigError on all ranks if callbacks cannot write a model whose state is in parts on the workers. A collective.
+
+    `differ` means that ranks have other callbacks than the chief, so that they would not write together.
+    """
+    savers = [callback for callback in callbacks if isinstance(callback, keras.callbacks.ModelCheckpoint)]
+    fault = next(filter(None, (_format_fault(str(saver.filepath)) for saver in savers)), "")
+    if savers and differ and not fault:
+        fault = (
+            f"{type(savers[0]).__name__} writes a model whose state is in parts on the workers, which all workers do together: pass the same "
+            "callbacks on all workers. Those that only read logs may be on one worker alone, if they declare only_observes = True."
+        )
+    fault = ranks.agree(fault)
+    if fault:
+        raise ConfigError(fault)
+
+
+def check_averages(callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy) -> None:
+    """Raises ConfigError if a callback swaps moving averages that are split."""
+    if strategy.shard_optimizer and any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+        raise ConfigError(piece_optimizer.NO_AVERAGES)
+
+
+def check_format(path: str) -> None:
+    """Raises ConfigError if a file of this name cannot hold state that is in parts on the workers."""
+    fault = _format_fault(path)
+    if fault:
+        raise ConfigError(fault)
+
+
+def _format_fault(path: str) -> str:
+    if path.endswith((".h5", ".hdf5")) and not path.endswith(".weights.h5"):
+        return f"Keras' old format cannot hold state that is in parts on the workers: save to .keras or .weights.h5. Received: {path!r}."
+    return ""
 
 
 def check_consistency(

@@ -40,6 +40,9 @@ class LoopContext:
     task: TaskSpec
     backup: BackupAndRestore | None
     check_weights: bool
+    callbacks_differ: bool = (
+        False  # whether a `fit` runs in which some rank has callbacks of its own, which may save alone
+    )
     _depth: int = 0  # of nested calls that work on a model
     _has_printed_replicas: bool = False
     _notices: set[str] = dataclasses.field(default_factory=set)

@@ -33,6 +33,7 @@ from tfdist.training import (
     input_data,
     keras_distribution,
     loop,
+    saving,
     single_steps,
 )
 from tfdist.training.loop_context import LoopContext
@@ -120,7 +121,7 @@ def training(context: LoopContext, model: keras.Model, arguments: dict[str, Any]
         if validation is not None:
             arguments["validation_data"] = validation
         console.set_verbosity(arguments, context.is_chief)
-        arguments |= {"x": data, "callbacks": _in_order(context, callbacks)}
+        arguments |= {"x": data, "callbacks": _in_order(context, model, callbacks)}
         yield loop.Surroundings(context.engine, session, reports=True)
     if backup and ends_with_fit:
         context.delete_backup(backup)
@@ -197,11 +198,18 @@ def _choose_backup(
     return backup, others, keras_backup.delete_checkpoint
 
 
-def _in_order(context: LoopContext, callbacks: list[keras.callbacks.Callback]) -> list[keras.callbacks.Callback]:
+def _in_order(
+    context: LoopContext, model: keras.Model, callbacks: list[keras.callbacks.Callback]
+) -> list[keras.callbacks.Callback]:
     """Returns all callbacks of a training, in the order in which they must be called. A collective."""
     checks.check_callbacks(callbacks)
+    checks.check_averages(callbacks, context.strategy)
+    in_parts = saving.may_be_in_parts(context, model)
+    context.callbacks_differ = in_parts and callback_sync.differ(callbacks, context.ranks)
+    if in_parts:
+        checks.check_savers(callbacks, context.ranks, context.callbacks_differ)
     synchronize, own, agree = callback_sync.wrap_callbacks(
-        callbacks, context.strategy, context.ranks, context.check_weights
+        callbacks, context.strategy, context.ranks, context.check_weights, in_parts
     )
     stop: list[keras.callbacks.Callback] = []
     if context.engine.nan_policy == "stop":

@@ -1,4 +1,4 @@
-"""`Trainer.save` and `Trainer.export`: the chief writes the model, and the other ranks wait for it."""
+"""`Trainer.save` and `Trainer.export`, and Keras' writers of state in parts: the chief writes, and the other ranks wait for it."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ import numpy as np
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import laid_out, optimizer_search, piece_optimizer
 from tfdist.errors import ClusterError, ConfigError, describe_error, format_value
-from tfdist.layers.table import Table, with_tables
+from tfdist.layers.table import Table, is_own, with_tables
 from tfdist.runtime.folders import storage
 from tfdist.runtime.report.phase import phase
 from tfdist.sharding.split_slot import SplitSlot
@@ -30,15 +30,49 @@ def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str],
     path = _as_text(path)
     if not path.endswith(".keras"):
         raise ConfigError(f"path must end in '.keras'. Received: {path!r}.")
-    optimizers = optimizer_search.optimizers(model)
-    variables = [*model.variables, *(v for o in optimizers for v in piece_optimizer.all_variables(o))]
+    with phase("call", "save"):
+        _by_chief(context, path, lambda: _save(model, path, **kwargs), _in_parts(model))
+
+
+def write_together(
+    context: LoopContext, saveable: keras.Model | keras.layers.Layer, path: str, write: Callable[[], None]
+) -> bool:
+    """Calls `write` on the chief, which reads whole values, if state of a model or layer is in parts on the workers; returns whether it is.
+
+    A collective then, which raises the same errors as `save`. Returns False in a `fit` whose callbacks differ, as one rank may save alone.
+
+    Raises:
+        ConfigError: The format cannot hold the state.
+    """
+    if context.ranks.size == 1:
+        return False
+    split = _in_parts(saveable)
+    if split:
+        checks.check_format(path)
+    if not split or (context.is_at_work and context.callbacks_differ):
+        return False
+    with phase("call", "save"):
+        _by_chief(context, path, write, split)
+    return True
+
+
+def may_be_in_parts(context: LoopContext, model: keras.Model) -> bool:
+    """Returns whether a model that a training builds may have state of which each worker holds a part."""
+    strategy = context.strategy
+    splits = strategy.shard_optimizer or strategy.mesh is not None or any(map(is_own, model.variables))
+    return context.ranks.size > 1 and splits
+
+
+def _in_parts(saveable: keras.Model | keras.layers.Layer) -> list[Any]:
+    """Returns the variables, slots and tables of a model or layer of which each worker may hold a part."""
+    optimizers = optimizer_search.optimizers(saveable) if isinstance(saveable, keras.Model) else []
+    variables = [*saveable.variables, *(v for o in optimizers for v in piece_optimizer.all_variables(o))]
     split: list[Any] = []
     for variable in with_tables(variables, optimizers):
         is_split = isinstance(variable, SplitSlot) or laid_out.is_laid_out(variable)
         if is_split or (isinstance(variable, Table) and variable.layout.is_on_workers):
             split.append(variable)
-    with phase("call", "save"):
-        _by_chief(context, path, lambda: _save(model, path, **kwargs), split)
+    return split
 
 
 def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:

@@ -191,7 +191,8 @@ class Trainer:
             *args: As for Keras' `fit`, with these differences. `x` has batches of the global size, or is a function
                 `(tf.distribute.InputContext) -> tf.data.Dataset` that returns the dataset of one input pipeline, with batches of
                 the per-replica size; the same holds for `validation_data`. The chief alone shows progress and runs those `callbacks`
-                that only write files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor).
+                that only write files (ModelCheckpoint, CSVLogger, TensorBoard, RemoteMonitor). All workers run ModelCheckpoint if
+                each holds a part of the model's or the optimizer's state.
             **kwargs: As for Keras' `fit`.
 
         Returns:
@@ -283,6 +284,14 @@ class Trainer:
             saving.export(self._context, model, path, **kwargs)
         if delete_backup and not self.is_at_work:
             self._context.delete_backup(self._context.backup)
+
+    def write_together(self, saveable: Any, path: str, write: Callable[[], None]) -> bool:
+        """Writes a file of a model or layer whose state is in parts on the workers; its own `save` and `save_weights` call it.
+
+        Returns False, on all workers, if no state is in parts, or if callbacks that not all workers have may be running.
+        """
+        with self._context.watching_workers():
+            return saving.write_together(self._context, saveable, path, write)
 
     def on_model_saved(self, model: keras.Model) -> None:
         """Removes the backups of the finished trainings of `model`. The model's own `save` and `export` call it.
