@@ -5,13 +5,14 @@ from __future__ import annotations
 import contextlib
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
 
 from tfdist.aliases import Gradient, Structure
+from tfdist.compat import tf_internals
 
 TF_RECORDING = "_recording"
 
@@ -77,3 +78,23 @@ def _is_nested(tape: tf.GradientTape) -> bool:
         return not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
     with tape.stop_recording():  # a persistent tape within its own context
         return not pywrap_tfe.TFE_Py_TapeSetIsEmpty()
+
+
+def captured_handles(graph: tf.Graph, variables: Iterable[Any]) -> set[str]:
+    """Returns the names of the handles of variables in a graph of a function, or of a loop or branch in it."""
+    wanted = set()
+    for variable in variables:
+        value = getattr(variable, "value", variable)
+        wanted |= {id(each.handle) for each in getattr(value, "values", (value,))}
+    graphs = [graph]
+    while hasattr(getattr(graphs[-1], tf_internals.TF_OUTER_GRAPH, None), tf_internals.TF_OUTER_GRAPH):
+        graphs.append(getattr(graphs[-1], tf_internals.TF_OUTER_GRAPH))
+    found: set[str] = set()
+    for each in reversed(graphs):
+        pairs = getattr(each, "captures", ())
+        found = {
+            inner.name
+            for outer, inner in pairs
+            if id(outer) in wanted or (getattr(outer, "name", None) in found and not isinstance(outer, tf_internals.EagerTensor))
+        }
+    return found

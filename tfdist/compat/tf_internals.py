@@ -209,26 +209,6 @@ def _seed_name(holder: Any) -> str:
     return TF_GRAPH_SEED if isinstance(holder, tf.Graph) else TF_GLOBAL_SEED
 
 
-def captured_handles(graph: tf.Graph, variables: Iterable[Any]) -> set[str]:
-    """Returns the names of the handles of variables in a graph of a function, or of a loop or branch in it."""
-    wanted = set()
-    for variable in variables:
-        value = getattr(variable, "value", variable)
-        wanted |= {id(each.handle) for each in getattr(value, "values", (value,))}
-    graphs = [graph]
-    while hasattr(getattr(graphs[-1], TF_OUTER_GRAPH, None), TF_OUTER_GRAPH):
-        graphs.append(getattr(graphs[-1], TF_OUTER_GRAPH))
-    found: set[str] = set()
-    for each in reversed(graphs):
-        pairs = getattr(each, "captures", ())
-        found = {
-            inner.name
-            for outer, inner in pairs
-            if id(outer) in wanted or (getattr(outer, "name", None) in found and not isinstance(outer, EagerTensor))
-        }
-    return found
-
-
 def graph_depth(graph: tf.Graph) -> int:
     """Returns how many function graphs enclose `graph`: 1 in the body of a `tf.while_loop` of a function."""
     depth = 0

@@ -16,7 +16,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
-from tfdist.compat import optimizer_search, tf_internals
+from tfdist.compat import optimizer_search, tapes
 from tfdist.layers.table import is_own
 
 Sum = Callable[[list[Gradient], Variables], list[Gradient]]
@@ -110,7 +110,7 @@ def _new(grad: Gradient) -> Gradient:
 
 def _reachable(graph: tf.Graph, tensors: Sequence[tf.Tensor], trained: Variables) -> set[str]:
     """Returns the names of the tensors that depend on others, also by way of variables which the step assigns and does not train."""
-    ends = tf_internals.captured_handles(graph, trained)
+    ends = tapes.captured_handles(graph, trained)
     reached = {tensor.name for tensor in tensors}
     size = -1
     while len(reached) > size:

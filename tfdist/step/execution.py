@@ -89,13 +89,7 @@ class Execution:
         self._is_traced = not (model.run_eagerly or tf.config.functions_run_eagerly())
         self._shares: ShareSelection | None = None
         self._done = 0  # steps of the last execution
-        self._batch = self._run_batch
-        self._next: Any = self._run_single if self._steps == 1 else self._run_some
-        if self._is_traced:
-            self._batch = tf.function(self._run_batch, reduce_retracing=True, autograph=False)
-            self._next = tf.function(self._next, reduce_retracing=True, autograph=False)
-        self._of_spec: dict[Any, Function] = {}
-        self._of_iterator: Any = weakref.WeakKeyDictionary()
+        self._start_traces()
 
     def __call__(self, iterator: DataIterator) -> Mapping[str, Any]:
         """Runs an execution, as Keras' own function does. Raises StopIteration if no batch remains."""
@@ -172,6 +166,16 @@ class Execution:
         except tf.errors.InvalidArgumentError as e:
             _raise_explained(e)
             raise
+
+    def _start_traces(self) -> None:
+        """Makes the functions of an execution, without a trace."""
+        self._batch = self._run_batch
+        self._next: Any = self._run_single if self._steps == 1 else self._run_some
+        if self._is_traced:
+            self._batch = tf.function(self._run_batch, reduce_retracing=True, autograph=False)
+            self._next = tf.function(self._next, reduce_retracing=True, autograph=False)
+        self._of_spec: dict[Any, Function] = {}
+        self._of_iterator: Any = weakref.WeakKeyDictionary()
 
     def _sum_at_tapes(self) -> None:
         """Lets the next execution trace the step again, with gradients that are summed where the step's tapes return them."""
