@@ -6,7 +6,7 @@ import contextlib
 import functools
 import threading
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import Any
+from typing import Any, Protocol
 
 import tensorflow as tf
 from tensorflow.python import pywrap_tfe
@@ -16,16 +16,30 @@ from tfdist.compat import tf_internals
 
 TF_RECORDING = "_recording"
 
-Hook = Callable[[Sequence[Any], Sequence[Gradient]], Sequence[Gradient]]
+
+class Hook(Protocol):
+    """What replaces the gradients of tapes."""
+
+    def returned(self, sources: Sequence[Any], grads: Sequence[Gradient]) -> Sequence[Gradient]:
+        """Returns what a tape returns in place of `grads`."""
+
+    def keeps_local(self, sources: Sequence[Any]) -> None:
+        """Is called where a tape within another one, or a jacobian, returns what it computed."""
+
+    def reduced_by_hand(
+        self, op: Any, values: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]
+    ) -> Sequence[Any]:
+        """Returns the reduced values where code calls `ReplicaContext.all_reduce`."""
+
 
 _thread = threading.local()  # under Mirrored each replica is traced in a thread of its own
 
 
 @contextlib.contextmanager
 def hooked(hook: Hook | None) -> Iterator[None]:
-    """Lets `hook(sources, gradients)` replace what this thread's tapes return, within the context; None leaves them.
+    """Lets a hook replace what this thread's tapes return, within the context; None leaves them.
 
-    It is not called for a tape within another one, whose result may be differentiated, and for jacobians.
+    The results of a tape within another one, which may be differentiated, and jacobians are not replaced.
     """
     _install()
     before = getattr(_thread, "hook", None)
@@ -41,11 +55,14 @@ def _install() -> None:
         own = getattr(tf.GradientTape, name)
         if not hasattr(own, "tensorflow_own"):
             setattr(tf.GradientTape, name, _replaced(own, replacement))
+    reduce = tf.distribute.ReplicaContext.all_reduce
+    if not hasattr(reduce, "tensorflow_own"):
+        tf.distribute.ReplicaContext.all_reduce = _replaced(reduce, _all_reduce)
 
 
 def _replaced(own: Callable[..., Structure], replacement: Callable[..., Structure]) -> Callable[..., Structure]:
     @functools.wraps(own)
-    def method(self: tf.GradientTape, *args: Any, **kwargs: Any) -> Structure:
+    def method(self: Any, *args: Any, **kwargs: Any) -> Structure:
         return replacement(self, own, *args, **kwargs)
 
     method.tensorflow_own = own  # type: ignore[attr-defined]
@@ -62,14 +79,46 @@ def _gradient(
 ) -> Structure:
     grads = own(self, target, sources, *args, **kwargs)
     hook = getattr(_thread, "hook", None)
-    if hook is None or _is_nested(self):
+    if hook is None:
         return grads
-    return tf.nest.pack_sequence_as(sources, hook(tf.nest.flatten(sources), tf.nest.flatten(grads)))
+    if _is_nested(self):
+        hook.keeps_local(tf.nest.flatten(sources))
+        return grads
+    return tf.nest.pack_sequence_as(sources, hook.returned(tf.nest.flatten(sources), tf.nest.flatten(grads)))
 
 
-def _untouched(self: tf.GradientTape, own: Callable[..., Structure], *args: Any, **kwargs: Any) -> Structure:
+def _untouched(
+    self: tf.GradientTape,
+    own: Callable[..., Structure],
+    target: Structure,
+    sources: Structure | None = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Structure:
+    hook = getattr(_thread, "hook", None)
+    sources = kwargs.pop("source", sources)  # so `batch_jacobian` calls them
+    if hook is not None:
+        hook.keeps_local(tf.nest.flatten(sources))
     with hooked(None):
-        return own(self, *args, **kwargs)
+        return own(self, target, sources, *args, **kwargs)
+
+
+def _all_reduce(
+    self: tf.distribute.ReplicaContext,
+    own: Callable[..., Structure],
+    reduce_op: Any,
+    value: Structure,
+    *args: Any,
+    **kwargs: Any,
+) -> Structure:
+    hook = getattr(_thread, "hook", None)
+    if hook is None:
+        return own(self, reduce_op, value, *args, **kwargs)
+
+    def reduce(values: list[Any]) -> list[Any]:
+        return tf.nest.flatten(own(self, reduce_op, tf.nest.pack_sequence_as(value, values), *args, **kwargs))
+
+    return tf.nest.pack_sequence_as(value, hook.reduced_by_hand(reduce_op, tf.nest.flatten(value), reduce))
 
 
 def _is_nested(tape: tf.GradientTape) -> bool:
@@ -95,6 +144,7 @@ def captured_handles(graph: tf.Graph, variables: Iterable[Any]) -> set[str]:
         found = {
             inner.name
             for outer, inner in pairs
-            if id(outer) in wanted or (getattr(outer, "name", None) in found and not isinstance(outer, tf_internals.EagerTensor))
+            if id(outer) in wanted
+            or (getattr(outer, "name", None) in found and not isinstance(outer, tf_internals.EagerTensor))
         }
     return found

@@ -121,16 +121,15 @@ class _ReduceThenApply:
         step = step_context.current()
         if step is None:
             return self._reduce(grads, trainable_variables)
+        if step.tapes is not None:
+            step.tapes.check_summed_once(grads)
         if step.tapes is not None and step.tapes.sums:
-            grads = list(grads)
-            variables = self._variables(trainable_variables)
+            grads, variables = list(grads), self._variables(trainable_variables)
             local = step.tapes.unsummed(grads)
-            if local:
-                summed = sum_in_step(
-                    step, [grads[index] for index in local], [variables[index] for index in local], self._iterations()
-                )
-                for index, total in zip(local, summed, strict=True):
-                    grads[index] = total
+            own = [grads[index] for index in local]
+            summed = sum_in_step(step, own, [variables[index] for index in local], self._iterations()) if local else []
+            totals = dict(zip(local, summed, strict=True))
+            grads = [totals.get(index, grad) for index, grad in enumerate(grads)]
             step.is_applying = True
             try:
                 return self._reduce(grads, trainable_variables, are_sums=True)
@@ -336,7 +335,7 @@ def sum_in_step(
     if step.gradient_weight is not None:
         grads = gradient_lists.scale_no_nan(grads, step.gradient_weight)
     _measure_own_time(context, grads)
-    return _summed(context, grads, variables, number)
+    return _summed(context, list(grads), variables, number)
 
 
 def number_of_update(model: keras.Model) -> tf.Tensor:

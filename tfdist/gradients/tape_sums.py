@@ -16,10 +16,23 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
-from tfdist.compat import optimizer_search, tapes
+from tfdist.compat import call_stack, optimizer_search, tapes
+from tfdist.errors import ConfigError
 from tfdist.layers.table import is_own
+from tfdist.runtime.log import logger
 
 Sum = Callable[[list[Gradient], Variables], list[Gradient]]
+
+_SUMMED_TWICE = (
+    "{place}: the step sums {what} over the replicas by all_reduce(SUM), and tfdist sums the gradients of a step, too, so that they "
+    "would count twice. Remove the all_reduce: the step then has the gradient of the whole batch."
+)
+_LOCAL = (
+    "%s: a tape within another tape, or a jacobian, returns the gradient of each replica's own examples with respect to weights (%s). That is right "
+    "where the loss depends on it linearly, as a Hessian times a vector does; in other losses (MAML, a norm of it) one device would use the "
+    "gradient of the whole batch. There, train with one replica for each worker under parameter_server, or on one device."
+)
+_warned: set[str] = set()  # the lines for which `_LOCAL` was logged
 
 
 class GradientsUsedError(Exception):
@@ -44,8 +57,9 @@ class TapeSums:
         self._returned: dict[
             int, tuple[Gradient, Gradient]
         ] = {}  # what a tape has returned, and the replica's own gradient
+        self._by_hand: dict[int, tuple[Any, str]] = {}  # gradients that the step has summed, and its line
 
-    def hook(self, sources: Sequence[Any], grads: Sequence[Gradient]) -> list[Gradient]:
+    def returned(self, sources: Sequence[Any], grads: Sequence[Gradient]) -> list[Gradient]:
         """Returns the gradients that a tape returns to the step."""
         returned = list(grads)
         graph = None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
@@ -55,11 +69,54 @@ class TapeSums:
             i for i, (source, grad) in enumerate(zip(sources, grads, strict=True)) if _is_shared(source, grad)
         ]
         own = [grads[index] for index in of_variables]
-        values = self._sum(own, [sources[index] for index in of_variables]) if self.sums and own else own
+        values = self._sum(own, [sources[index] for index in of_variables]) if self.sums and own and self._sum else own
         for index, value in zip(of_variables, values, strict=True):
             returned[index] = _new(value)
             self._returned[id(returned[index])] = returned[index], grads[index]
         return returned
+
+    def keeps_local(self, sources: Sequence[Any]) -> None:
+        """Warns once of a line that computes a replica's own gradient with respect to weights."""
+        if self._sum is None:
+            return
+        weights = [source for source in sources if _is_shared(source, True)]
+        place = call_stack.users_place()
+        if weights and place not in _warned:
+            _warned.add(place)
+            logger.warning(_LOCAL, place, ", ".join(getattr(each, "path", each.name) for each in weights[:3]))
+
+    def reduced_by_hand(
+        self, op: Any, values: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]
+    ) -> Sequence[Any]:
+        """Reduces values in a step. Of a tape's gradients it reduces each replica's own.
+
+        Raises ConfigError if the step's own code sums what depends on such a gradient.
+        """
+        sums = (
+            str(getattr(op, "value", op)).upper() == "SUM"
+            and self._sum is not None
+            and call_stack.is_reduced_by_users()
+        )
+        others = [value for value in values if id(value) not in self._returned]
+        if sums and others and self._returned and self._graph is not None and _in_graph(self._graph):
+            reached = _reachable(self._graph, self._tensors(), self._trained)
+            tensors = [t for t in tf.nest.flatten(others, expand_composites=True) if tf.is_tensor(t)]
+            if not reached.isdisjoint(tensor.name for tensor in tensors if _is_of(tensor, self._graph)):
+                what = "what it computes from its gradients"
+                raise ConfigError(_SUMMED_TWICE.format(place=call_stack.users_place(), what=what))
+        totals = reduce(self.originals(values))
+        if sums:
+            for value, total in zip(values, totals, strict=True):
+                if id(value) in self._returned:
+                    self._by_hand[id(total)] = total, call_stack.users_place()
+        return totals
+
+    def check_summed_once(self, grads: Sequence[Gradient]) -> None:
+        """Raises ConfigError if gradients to apply are sums already, which the step has made."""
+        for grad in grads:
+            if id(grad) in self._by_hand:
+                place = self._by_hand[id(grad)][1]
+                raise ConfigError(_SUMMED_TWICE.format(place=place, what="gradients that it applies"))
 
     def originals(self, grads: Sequence[Gradient]) -> list[Gradient]:
         """Returns gradients to apply, with this replica's own ones in place of those that a tape has returned."""
@@ -99,6 +156,15 @@ def _is_shared(source: Any, grad: Gradient) -> bool:
     """Returns whether a gradient with respect to a source is a summand of that of the whole batch."""
     is_variable = isinstance(source, (keras.Variable, tf.Variable)) and source.trainable
     return grad is not None and is_variable and not is_own(source)
+
+
+def _in_graph(graph: tf.Graph) -> bool:
+    """Returns whether operations are added to a graph, and not to one within it."""
+    return not tf.executing_eagerly() and tf.compat.v1.get_default_graph() is graph
+
+
+def _is_of(tensor: tf.Tensor, graph: tf.Graph) -> bool:
+    return getattr(tensor, "graph", None) is graph
 
 
 def _new(grad: Gradient) -> Gradient:

@@ -139,7 +139,7 @@ def trace(step: Step, model: keras.Model, batch: Structure) -> None:
         _recording_apply(optimizer_search.optimizers(model)) as applied,
     ):
         watched = TapeSums(False, graph, None, ())
-        with tapes.hooked(watched.hook):
+        with tapes.hooked(watched):
             logs = step(tf.nest.map_structure(_placeholder, batch))
         if watched.is_used(logs):
             _users.add(model)

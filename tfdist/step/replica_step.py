@@ -212,7 +212,7 @@ class ReplicaStep:
             summed = functools.partial(sum_in_step, context, number=number_of_update(self.model))
             context.tapes = TapeSums(self.sums_at_tapes, context.graph, summed, self.model.trainable_variables)
             self._tapes.append(context.tapes)
-            hook = context.tapes.hook
+            hook = context.tapes
         with losses.scale_losses_for_replica(self.model, context), tapes.hooked(hook):
             yield context
 
