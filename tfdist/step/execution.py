@@ -187,7 +187,7 @@ class Execution:
         if any(map(optimizer_lib.get_reduction, optimizer_search.optimizers(self._replica.model))):
             warnings.warn(
                 f"The {self.step_name} of {type(self._replica.model).__name__} uses its gradients before it applies them (a clip, a norm), so "
-                "they are summed where its tapes return them, without compression.",
+                "they are summed where its tapes return them, without compression. Use the optimizer's own global_clipnorm to keep it.",
                 stacklevel=2,
             )
 
