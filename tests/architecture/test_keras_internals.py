@@ -32,6 +32,7 @@ from tfdist.compat import (
     keras_loops,
     keras_losses,
     keras_metrics,
+    tapes,
     tf_cluster,
     tf_internals,
 )
@@ -48,6 +49,7 @@ ACCESSORS = (
     keras_loops,
     keras_losses,
     keras_metrics,
+    tapes,
     tf_cluster,
     tf_internals,
 )
@@ -137,6 +139,16 @@ SEAMS = [
         f"self.{keras_internals.KERAS_UPDATE_SCALED}(",
         f"self.{keras_internals.KERAS_SKIP_SCALED},",
     ),
+    (
+        "tapes",
+        tf.GradientTape,
+        f"self.{tapes.TF_RECORDING} = False",
+        "def stop_recording(self)",
+        "def gradient(self, target, sources,",
+        "def jacobian(self, target, sources,",
+        "def batch_jacobian(self, target, source,",
+    ),
+    ("tapes", tf.distribute.ReplicaContext.all_reduce, "def all_reduce(self, reduce_op, value,"),
     ("data adapters", data_adapters, *keras_loops.KERAS_SELF_FEEDING),
     ("passes over the data", keras_epochs.EpochIterator, "iter(self._get_iterator())"),
     ("writers", keras.export.ExportArchive().write_out, "tf.saved_model.save("),
@@ -298,6 +310,32 @@ def test_iterators_of_several_devices_are_not_autotuned(strategy):
     moved = f"distributed data: {tf_internals.TF_DEVICE_DATASET} has moved"
     data = strategy.experimental_distribute_dataset(tf.data.Dataset.range(4).batch(2))
     assert tuned(iter(data)) == [False, False], moved
+
+
+def test_a_tape_within_another_one_is_told():
+    told = []
+
+    class Hook:
+        def returned(self, sources, grads):
+            told.append("returned")
+            return grads
+
+        def keeps_local(self, sources):
+            told.append("local")
+
+    x = tf.Variable(2.0)
+    with tapes.hooked(Hook()):
+        with tf.GradientTape() as outer:
+            with tf.GradientTape() as inner:
+                y = x**3
+            first = inner.gradient(y, x)
+        second = outer.gradient(first, x)
+        with tf.GradientTape(persistent=True) as alone:
+            y = x**2
+            alone.gradient(y, x)
+            alone.jacobian(tf.stack([y, y]), x)
+    assert float(second) == 12
+    assert told == ["local", "returned", "returned", "local"], "seam tapes: TensorFlow keeps its tapes elsewhere"
 
 
 class Rows(keras.utils.PyDataset):

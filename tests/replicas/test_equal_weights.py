@@ -121,17 +121,12 @@ def by_hand(trainer, average, **compiled):
     return model
 
 
+@pytest.mark.parametrize("average", [False, True])
 @pytest.mark.parametrize("compiled", [{}, pytest.param({"run_eagerly": True}, marks=pytest.mark.full)])
-def test_weights_that_replicas_update_by_hand_are_refused_after_the_first_step(mirrored, compiled):
+def test_weights_that_replicas_update_by_hand_are_those_of_one_process(mirrored, average, compiled):
+    """With the gradient of the tape, which is the batch's, or with its mean over the replicas."""
     trainer = tfdist.Trainer(mirrored)
-    model = by_hand(trainer, average=False, **compiled)
-    with pytest.raises(tfdist.ConfigError, match=r"The weight .*kernel is not the same on all replicas.*all_reduce"):
-        trainer.fit(model, X, Y, batch_size=16, verbose=0)
-
-
-def test_weights_that_replicas_update_by_the_mean_gradient_are_those_of_one_process(mirrored):
-    trainer = tfdist.Trainer(mirrored)
-    model = by_hand(trainer, average=True)
+    model = by_hand(trainer, average, **compiled)
     kernel, bias = model.get_weights()
     trainer.fit(model, X, Y, batch_size=16, shuffle=False, verbose=0)
     for i in range(0, 64, 16):

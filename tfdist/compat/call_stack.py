@@ -48,6 +48,14 @@ def is_assigned_by_users() -> bool:
     return frame is not None and not _module(frame).startswith(("keras.", "tfdist."))
 
 
+def is_reduced_by_users() -> bool:
+    """Returns whether code outside of Keras and tfdist calls the function of TensorFlow that calls the caller's."""
+    frame: Any = sys._getframe(1)
+    while frame is not None and _module(frame).startswith(("tfdist.compat.", "tfdist.gradients.", "tensorflow.")):
+        frame = frame.f_back
+    return frame is not None and not _module(frame).startswith(("keras.", "tfdist."))
+
+
 def is_creating_keras_weight() -> bool:
     """Returns whether a `keras.Variable` is being created, as by `add_weight`, and not by an optimizer."""
     frame = _creation_frame()

@@ -26,8 +26,10 @@ from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists, local_steps, worker_tables
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
 from tfdist.gradients.sharded_update import ShardedUpdate
+from tfdist.gradients.tape_sums import GradientsUsedError
 from tfdist.gradients.update import AccumulatingUpdate, FiniteUpdates, cond_of
 from tfdist.replicas import step_context
+from tfdist.replicas.step_context import StepContext
 from tfdist.sharding.split_slot import SplitSlot
 from tfdist.strategy import Strategy
 
@@ -107,7 +109,7 @@ class _ReduceThenApply:
     def __init__(self, optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate):
         self._optimizer = optimizer
         self._keras_apply = optimizer.apply
-        self._update = update
+        self._update = self.update = update
 
     def __call__(self, grads: Sequence[Gradient], trainable_variables: Variables | None = None) -> None:
         if trainable_variables is not None:
@@ -119,6 +121,24 @@ class _ReduceThenApply:
         step = step_context.current()
         if step is None:
             return self._reduce(grads, trainable_variables)
+        if step.tapes is not None:
+            step.tapes.check_summed_once(grads)
+        if step.tapes is not None and step.tapes.sums:
+            grads, variables = list(grads), self._variables(trainable_variables)
+            local = step.tapes.unsummed(grads)
+            own = [grads[index] for index in local]
+            summed = sum_in_step(step, own, [variables[index] for index in local], self._iterations()) if local else []
+            totals = dict(zip(local, summed, strict=True))
+            grads = [totals.get(index, grad) for index, grad in enumerate(grads)]
+            step.is_applying = True
+            try:
+                return self._reduce(grads, trainable_variables, are_sums=True)
+            finally:
+                step.is_applying = False
+        if step.tapes is not None:
+            if step.tapes.is_used():
+                raise GradientsUsedError  # before more is traced in vain
+            grads = step.tapes.originals(grads)
         if step.gradient_weight is not None:
             # Keras' own step has weighted the loss (`_scale_and_weigh_loss`); a custom step's gradients are weighted here.
             is_weighted = step.weighs_loss and step.optimizer is self._optimizer
@@ -135,12 +155,14 @@ class _ReduceThenApply:
             step.is_applying = False
             step.gathered.clear()  # the update has changed these variables
 
-    def _reduce(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
+    def _iterations(self) -> tf.Tensor:
+        return tf.cast(self._optimizer.iterations, tf.int64)
+
+    def _reduce(self, grads: Sequence[Gradient], trainable_variables: Variables | None, are_sums: bool = False) -> None:
         self._check_built()
         context = tf.distribute.get_replica_context()
-        own_time = own_time_of(context.strategy) if context else None
-        if context and own_time and own_time.is_measuring:
-            context.merge_call(own_time.on_gradients, args=([grad for grad in grads if grad is not None],))
+        if context and not are_sums:
+            _measure_own_time(context, grads)
         grads = gradient_lists.deduplicate_rows(grads)  # so that fewer rows are sent
         variables = self._variables(trainable_variables)
         own = worker_tables.own_indices(grads, variables)
@@ -155,13 +177,15 @@ class _ReduceThenApply:
         else:
             grads = self._update.clip_local(grads, self._scale())
             scattering = self._update.scattering
-            if context and scattering:
+            if are_sums:
+                grads = self._update.clip_tables(grads, variables, self._scale())
+            elif context and scattering:
                 if self._merge(context, functools.partial(self._scattered, scattering), grads, trainable_variables):
                     return
             elif self._update.is_local:
                 pass
             elif not (context and self._update.reduction):
-                summed = functools.partial(self._summed, context, variables=variables)
+                summed = functools.partial(_summed, context, variables=variables, step=self._iterations())
                 grads = worker_tables.map_others(summed, grads, variables)
                 grads = self._update.clip_tables(grads, variables, self._scale())
             elif self._merge(context, self._compressed, grads, trainable_variables):
@@ -226,33 +250,6 @@ class _ReduceThenApply:
             return self._optimizer.loss_scale_factor or 1.0
         return self._optimizer.dynamic_scale if self._optimizer.built else self._optimizer.initial_scale
 
-    def _summed(
-        self,
-        context: tf.distribute.ReplicaContext | None,
-        grads: list[Gradient],
-        variables: Variables,
-    ) -> list[Gradient]:
-        """Returns the sums of the gradients over all replicas; None stays None."""
-        if context and uses_bucketed_all_reduce(context.strategy):
-            grads = gradient_lists.with_static_shapes(grads, variables)
-            present = [grad for grad in grads if grad is not None]
-            if not present:
-                return grads
-            step = tf.cast(self._optimizer.iterations, tf.int64)
-            totals = iter(context.merge_call(functools.partial(bucketed_all_reduce, step=step), args=(present,)))
-            return [None if grad is None else next(totals) for grad in grads]
-        sparse = [index for index, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-        if not (context and sparse and traits_of(context.strategy).mirrors_in_process):
-            return gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, grads)
-        reduced = list(grads)
-        for index in sparse:
-            reduced[index] = None
-        reduced = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, reduced)
-        gathered = context.merge_call(gather_rows_in_process, args=([grads[index] for index in sparse],))
-        for index, total in zip(sparse, gathered, strict=True):
-            reduced[index] = total
-        return reduced
-
     def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
         """Sums gradients through the compressor; skips the update if a gradient is not finite."""
         scale = self._optimizer.dynamic_scale if self._update.scaled else None  # residuals are kept unscaled
@@ -298,6 +295,59 @@ class _ReduceThenApply:
             apply()
         else:
             cond_of(strategy)(finite, apply, lambda: None)
+
+
+def _summed(
+    context: tf.distribute.ReplicaContext | None,
+    grads: list[Gradient],
+    variables: Variables,
+    step: tf.Tensor,
+) -> list[Gradient]:
+    """Returns the sums of the gradients over all replicas; None stays None."""
+    if context and uses_bucketed_all_reduce(context.strategy):
+        grads = gradient_lists.with_static_shapes(grads, variables)
+        present = [grad for grad in grads if grad is not None]
+        if not present:
+            return grads
+        totals = iter(context.merge_call(functools.partial(bucketed_all_reduce, step=step), args=(present,)))
+        return [None if grad is None else next(totals) for grad in grads]
+    sparse = [index for index, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
+    if not (context and sparse and traits_of(context.strategy).mirrors_in_process):
+        return gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, grads)
+    reduced = list(grads)
+    for index in sparse:
+        reduced[index] = None
+    reduced = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, reduced)
+    gathered = context.merge_call(gather_rows_in_process, args=([grads[index] for index in sparse],))
+    for index, total in zip(sparse, gathered, strict=True):
+        reduced[index] = total
+    return reduced
+
+
+def sum_in_step(
+    step: StepContext, grads: Sequence[Gradient], variables: Variables, number: tf.Tensor
+) -> list[Gradient]:
+    """Returns the sums over all replicas of a step's gradients, each weighted by its replica's share. Within a replica.
+
+    `number` is that of the update.
+    """
+    context = tf.distribute.get_replica_context()
+    if step.gradient_weight is not None:
+        grads = gradient_lists.scale_no_nan(grads, step.gradient_weight)
+    _measure_own_time(context, grads)
+    return _summed(context, list(grads), variables, number)
+
+
+def number_of_update(model: keras.Model) -> tf.Tensor:
+    """Returns the number of updates by the first optimizer of a model."""
+    optimizers = optimizer_search.optimizers(model)
+    return tf.cast(optimizers[0].iterations, tf.int64) if optimizers else tf.zeros([], tf.int64)
+
+
+def _measure_own_time(context: tf.distribute.ReplicaContext, grads: Sequence[Gradient]) -> None:
+    own_time = own_time_of(context.strategy)
+    if own_time and own_time.is_measuring:
+        context.merge_call(own_time.on_gradients, args=([grad for grad in grads if grad is not None],))
 
 
 def _apply_reduced(

@@ -44,6 +44,7 @@ class AccumulatingUpdate:
         # Replaced where variables live as pieces.
         self.clip_pieces: Callable[[Sequence[Gradient], Variables], Sequence[Gradient]] = lambda grads, _: grads
         self.finite: FiniteUpdates | None = None  # None unless non-finite updates are skipped
+        self.takes_sums = False  # whether the gradients to apply are sums over all replicas
         self.is_local = False  # whether each worker applies its own gradients (see `LocalSteps`)
         self._clip: Callable[[Sequence[Gradient]], Sequence[Gradient]] | None = None
         # An optimizer that overrides `apply` must receive what one process would: each step's reduced gradient.
@@ -129,12 +130,12 @@ class AccumulatingUpdate:
     @property
     def accumulates(self) -> bool:
         """Returns whether this object accumulates local gradients and reduces them, once per update."""
-        return bool(self._optimizer.gradient_accumulation_steps) and not self._reduces_each_step
+        return bool(self._optimizer.gradient_accumulation_steps) and not (self._reduces_each_step or self.takes_sums)
 
     @property
     def scattering(self) -> ShardedUpdate | None:
         """The update by pieces if each process receives only its pieces of the gradients' sum, else None."""
-        if self.sharded is None or self.compressor or self.sharded.clips_by_norm:
+        if self.sharded is None or self.compressor or self.sharded.clips_by_norm or self.takes_sums:
             return None
         return self.sharded
 

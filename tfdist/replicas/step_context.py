@@ -38,6 +38,7 @@ class StepContext:
         gathered: The values of laid-out variables that the step has read, by their holders (`strategies/mesh.py`). An update ends them.
         exchanges_activations: Whether the workers of a model group have exchanged activations in the step (`layers/group_exchanges.py`).
         split_logits: The output of which this worker of a model group has a part, and the group's exchanges (`step/split_logits.py`).
+        tapes: The gradients that the step's tapes return (`gradients/tape_sums.py`); None if Keras' own step uses them, and with one replica.
         graph: The graph of the step's trace, in which collectives are allowed; None if the step runs eagerly.
     """
 
@@ -57,6 +58,7 @@ class StepContext:
     gathered: dict[Any, tf.Tensor] = dataclasses.field(default_factory=dict)
     exchanges_activations: bool = False
     split_logits: tuple[tf.Tensor, Any] | None = None
+    tapes: Any = None
     graph: tf.Graph | None = dataclasses.field(
         default_factory=lambda: None if tf.executing_eagerly() else tf.compat.v1.get_default_graph()
     )

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import math
 import re
+import warnings
 import weakref
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -24,6 +25,7 @@ from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.gradients import local_steps, row_updates, worker_tables
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.gradients.laid_out_update import update_pieces
+from tfdist.gradients.tape_sums import GradientsUsedError
 from tfdist.gradients.update import deduplicate_rows_before_update
 from tfdist.replicas import batch_splitting, declared_weights, equal_weights
 from tfdist.runtime.report import goodput
@@ -87,13 +89,7 @@ class Execution:
         self._is_traced = not (model.run_eagerly or tf.config.functions_run_eagerly())
         self._shares: ShareSelection | None = None
         self._done = 0  # steps of the last execution
-        self._batch = self._run_batch
-        self._next: Any = self._run_single if self._steps == 1 else self._run_some
-        if self._is_traced:
-            self._batch = tf.function(self._run_batch, reduce_retracing=True, autograph=False)
-            self._next = tf.function(self._next, reduce_retracing=True, autograph=False)
-        self._of_spec: dict[Any, Function] = {}
-        self._of_iterator: Any = weakref.WeakKeyDictionary()
+        self._start_traces()
 
     def __call__(self, iterator: DataIterator) -> Mapping[str, Any]:
         """Runs an execution, as Keras' own function does. Raises StopIteration if no batch remains."""
@@ -144,6 +140,8 @@ class Execution:
         phases.fetching = self._is_fetching
         own_time = self._strategy.own_time
         is_first = self.logs is None
+        if is_first and self._replica.watch_build():
+            self._warn_of_compression()
         if self._is_local:
             for local in local_steps.of_model(self._replica.model):
                 local.show(anchor=False)
@@ -152,7 +150,11 @@ class Execution:
             self._shares.begin()
         try:
             with phase("step", f"a step ({self.step_name})", is_first):
-                self.logs = own_time.execute(execute, self._replica.trains) if own_time else execute()
+                try:
+                    self.logs = own_time.execute(execute, self._replica.trains) if own_time else execute()
+                except GradientsUsedError:
+                    self._sum_at_tapes()
+                    self.logs = own_time.execute(execute, self._replica.trains) if own_time else execute()
                 if self._shares:
                     self._shares.end(self._done)
                 if is_first:
@@ -164,6 +166,30 @@ class Execution:
         except tf.errors.InvalidArgumentError as e:
             _raise_explained(e)
             raise
+
+    def _start_traces(self) -> None:
+        """Makes the functions of an execution, without a trace."""
+        self._batch = self._run_batch
+        self._next: Any = self._run_single if self._steps == 1 else self._run_some
+        if self._is_traced:
+            self._batch = tf.function(self._run_batch, reduce_retracing=True, autograph=False)
+            self._next = tf.function(self._next, reduce_retracing=True, autograph=False)
+        self._of_spec: dict[Any, Function] = {}
+        self._of_iterator: Any = weakref.WeakKeyDictionary()
+
+    def _sum_at_tapes(self) -> None:
+        """Lets the next execution trace the step again, with gradients that are summed where the step's tapes return them."""
+        self._replica.sums_at_tapes = True
+        self._start_traces()
+        self._warn_of_compression()
+
+    def _warn_of_compression(self) -> None:
+        if any(map(optimizer_lib.get_reduction, optimizer_search.optimizers(self._replica.model))):
+            warnings.warn(
+                f"The {self.step_name} of {type(self._replica.model).__name__} uses its gradients before it applies them (a clip, a norm), so "
+                "they are summed where its tapes return them, without compression. Use the optimizer's own global_clipnorm to keep it.",
+                stacklevel=2,
+            )
 
     def computed_logs(self) -> dict[str, Any]:
         """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""
@@ -231,7 +257,10 @@ class Execution:
             if self._replica.counts and tf.executing_eagerly() and self.logs is None:
                 self._replica.check_counts(data)
             with self._strategy.only_known_optimizers(), undo_skipped_step(self._replica, self._stops):
-                packed, counted = self._strategy.run(self._replica, args=(data, totals))
+                if tf.executing_eagerly() and self.logs is None:
+                    self._replica.watch_eager_tapes(data)
+                with self._replica.watching_tapes():
+                    packed, counted = self._strategy.run(self._replica, args=(data, totals))
                 if totals is not None:
                     empty_replicas.leave_out_empty_replicas(self._replica.model, totals, counted)
             # After a skipped step is undone, so that it adds nothing.

@@ -23,14 +23,17 @@ from tfdist.compat import (
     keras_losses,
     keras_metrics,
     optimizer_search,
+    tapes,
     tf_internals,
     unsupported,
 )
 from tfdist.errors import ConfigError
+from tfdist.gradients.tape_sums import TapeSums
 from tfdist.runtime.report.phase import phase
 from tfdist.strategy import Strategy
 
 # For each step, the ids of the objects that its trace leaves unbuilt.
+_users: weakref.WeakSet[keras.Model] = weakref.WeakSet()
 _unused: weakref.WeakKeyDictionary[keras.Model, dict[str, set[int]]] = weakref.WeakKeyDictionary()
 
 
@@ -120,17 +123,26 @@ def _unbuilt(model: keras.Model) -> set[int]:
     return {id(part) for part in parts if part is not None and not part.built}
 
 
+def uses_gradients(model: keras.Model) -> bool:
+    """Returns whether a trace of the model's training step has shown that it uses its gradients otherwise than to apply them."""
+    return model in _users
+
+
 def trace(step: Step, model: keras.Model, batch: Structure) -> None:
     """Traces the step, and drops the graph. Variables that the step makes are created outside of the graph."""
     strategy = model.distribute_strategy
     with (
-        tf_internals.FuncGraph(getattr(step, "__name__", "step")).as_default(),
+        tf_internals.FuncGraph(getattr(step, "__name__", "step")).as_default() as graph,
         tf.variable_creator_scope(functools.partial(_outside_of_graphs, strategy)),
         tf.distribute.ReplicaContext(strategy, 0),
         strategy.as_one_replica(),
         _recording_apply(optimizer_search.optimizers(model)) as applied,
     ):
-        step(tf.nest.map_structure(_placeholder, batch))
+        watched = TapeSums(False, graph, None, ())
+        with tapes.hooked(watched):
+            logs = step(tf.nest.map_structure(_placeholder, batch))
+        if watched.is_used(logs):
+            _users.add(model)
     for optimizer, variables in applied:
         if not optimizer.built:
             optimizer.build(variables)

@@ -12,10 +12,11 @@ import tensorflow as tf
 
 from tfdist.aliases import Function, Logs, Step, Structure
 from tfdist.collectives import own_time
-from tfdist.compat import keras_internals
+from tfdist.compat import keras_internals, tapes
 from tfdist.compat.tf_internals import all_reduce
 from tfdist.errors import ConfigError
-from tfdist.gradients.optimizer import skipped_updates
+from tfdist.gradients.optimizer import number_of_update, skipped_updates, sum_in_step
+from tfdist.gradients.tape_sums import GradientsUsedError, TapeSums, applying_sums
 from tfdist.replicas import batch_splitting, declared_weights, equal_weights, step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import empty_replicas, losses, model_building, split_layers
@@ -56,6 +57,10 @@ class ReplicaStep:
         self._compiled: dict[int, Function] = {}  # one for each replica
         self._variables: Any = None
         self._logs: Any = None
+        own_step = self.trains and not self._by_loss and not self._is_alone
+        self._watches_tapes = own_step and model.distribute_strategy.mesh is None and not self._compiles
+        self.sums_at_tapes = False  # whether the tapes of the user's own step return sums over all replicas
+        self._tapes: list[TapeSums] = []  # those of the step that is being traced
         self.number: Any = 0  # index of the traced step in its execution
 
     def __call__(self, data: Structure, totals: tf.Tensor | None) -> tuple[dict[str, tf.Tensor], list[tf.Tensor]]:
@@ -202,8 +207,41 @@ class ReplicaStep:
             gradient_weight=share,
             weighs_loss=self._by_loss,
         )
-        with losses.scale_losses_for_replica(self.model, context):
+        hook = None
+        if self._watches_tapes:
+            summed = functools.partial(sum_in_step, context, number=number_of_update(self.model))
+            context.tapes = TapeSums(self.sums_at_tapes, context.graph, summed, self.model.trainable_variables)
+            self._tapes.append(context.tapes)
+            hook = context.tapes
+        with losses.scale_losses_for_replica(self.model, context), tapes.hooked(hook):
             yield context
+
+    @contextlib.contextmanager
+    def watching_tapes(self) -> Iterator[None]:
+        """Raises GradientsUsedError after the trace of a step within that uses its gradients, unless they are sums. Outside of replicas."""
+        self._tapes = []
+        with applying_sums(self.model, self.sums_at_tapes):
+            yield
+        if not self.sums_at_tapes and any([each.is_used() for each in self._tapes]):
+            raise GradientsUsedError
+
+    def watch_build(self) -> bool:
+        """Returns whether the tapes return sums, as they do if the trace that has built the model has shown that the step needs them."""
+        self.sums_at_tapes |= self._watches_tapes and model_building.uses_gradients(self.model)
+        return self.sums_at_tapes
+
+    def watch_eager_tapes(self, data: Structure) -> None:
+        """Finds out by a trace whether a step that runs eagerly uses its gradients; one that cannot be traced may. Outside of replicas."""
+        if not self._watches_tapes:
+            return
+        batch = data.batch if isinstance(data, batch_splitting.SplitBatch) else data
+        local = self.model.distribute_strategy.experimental_local_results
+        try:
+            with step_context.running(StepContext(None, is_alone=True)):
+                model_building.trace(self._step, self.model, tf.nest.map_structure(lambda v: local(v)[0], batch))
+            self.sums_at_tapes = model_building.uses_gradients(self.model)
+        except Exception:
+            self.sums_at_tapes = True
 
     def _check_batch_norm_has_examples(self, data: Structure, num_empty_replicas: tf.Tensor) -> Any:
         """Returns the data after asserting that no replica's BatchNormalization runs without examples, which would produce NaN."""
