@@ -69,6 +69,10 @@ def test_bytes_are_taken_since_the_last_time():
     assert taken == [None, 100, (200 + 300) / 2]
 
 
+def test_steps_that_send_nothing_are_measured_as_zero():
+    assert measured(HERE, [{"1": 70}] * 6) == 0
+
+
 def test_what_cannot_be_told_is_none():
     assert measured(ALONE, counts(7, 100)) is None
     assert measured(APART, [{}] * 6) is None

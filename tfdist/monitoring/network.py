@@ -58,6 +58,9 @@ class WireBytes(keras.callbacks.Callback):
         self._begins = begins
         self._has_begun = begins == 0
         self._reads = 0  # number of reads since compression has started
+        self._is_counted = (
+            False  # False while no read has found a connection: the system does not count, or there is none
+        )
         self._reset()
 
     def _reset(self) -> None:
@@ -75,6 +78,7 @@ class WireBytes(keras.callbacks.Callback):
 
     def _count(self, step: int) -> None:
         now = self._read()
+        self._is_counted |= bool(now)
         phase = self._has_begun
         if not phase:
             updates = int(self.model.optimizer.iterations.numpy())
@@ -111,7 +115,8 @@ class WireBytes(keras.callbacks.Callback):
         return self._per_step(self._bytes[phase], self._steps[phase])
 
     def _per_step(self, sent: int, steps: int) -> int | None:
-        if not (self._has_peers and steps and sent):
+        # Zero is a measured value: between workers that share memory, some steps send nothing over the network.
+        if not (self._has_peers and self._is_counted and steps):
             return None
         return round(sent / steps)
 
