@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 
 from tfdist.aliases import Data, Function, Structure
 from tfdist.cluster.spec import ClusterSpec, ClusterTask
-from tfdist.config import Outer, StrategyTraits
+from tfdist.config import StrategyConfig, StrategyTraits
 
 if TYPE_CHECKING:
     import keras
@@ -62,20 +62,12 @@ class Strategy(Protocol):
     """A strategy of tfdist, as `KerasStrategy` implements it. For TensorFlow's own strategies `as_ours` returns None.
 
     Attributes:
-        kind: The name with which `create_strategy` created the strategy, such as `"mirrored"`.
+        config: The options with which `create_strategy` created the strategy, the only place of their values. Read-only.
         traits: The traits that other packages test instead of the strategy's type.
         cluster: The cluster of `parameter_server`, for which this process is the chief; else None.
         cluster_task: The cluster and this process's task in it, if the replicas are in several processes; else None.
-        bucket_bytes: The size of the buckets in which gradients are summed; 0 means one bucket.
-        shard_optimizer: Whether each process holds a part of the slots of optimizers.
-        row_updates: Which optimizers update only the rows of a large table that have a gradient, as in `StrategyConfig`.
-        weights_dtype: The type in which processes then send updated weights of float32.
-        sync_every: The number of updates, one per step, that each worker makes alone between two exchanges of weights, by the first update; empty if none (see `sync_intervals`).
-        outer: The `Outer` that applies these exchanges.
         batch_shares: The `BatchShares` of the workers; None if batches are divided evenly.
-        timeout_seconds: The limit of a wait within a step; 0 means no limit, None that it is deduced (see `StrategyConfig`).
         batches_are_parts: Whether a batch of a worker's own dataset is this worker's part of the global batch; else it has the global size.
-        gather_loss_bytes: The maximum bytes per example that replicas gather for a loss or metric of the whole batch.
         transport: The name of the transport of gradients; empty if all replicas are in one process.
         transport_reason: Why gradients use this transport.
         communicator: The `Communicator` of the replicas, once `communicator_for` has created it.
@@ -94,20 +86,12 @@ class Strategy(Protocol):
         executions: The number of executions of models' functions so far; equal on all tasks between two executions.
     """
 
-    kind: str
+    config: StrategyConfig
     traits: StrategyTraits
     cluster: ClusterSpec | None
     cluster_task: ClusterTask | None
-    bucket_bytes: int
-    shard_optimizer: bool
-    row_updates: str
-    weights_dtype: str
-    sync_every: Sequence[tuple[int, int]]
-    outer: Outer
     batch_shares: Any
-    timeout_seconds: float | None
     batches_are_parts: bool
-    gather_loss_bytes: int
     transport: str
     transport_reason: str
     communicator: Any

@@ -48,7 +48,7 @@ def test_no_file_asks_which_strategy_it_is():
     "source",
     [
         "config.strategy.name == 'mirrored'",
-        "strategy.kind in ('tpu', 'central_storage')",
+        "strategy.config.name in ('tpu', 'central_storage')",
         "'parameter_server' != summary['strategy']",
         "isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy)",
         "isinstance(strategy, (int, tf.distribute.experimental.CentralStorageStrategy))",

@@ -28,6 +28,7 @@ from tests.fuzz import arithmetic, arms, batch_metrics, calls, cases, chance, mo
 from tests.fuzz.cases import Case
 from tests.fuzz.losses import Centre, loss_of
 from tests.fuzz.reads import Reads
+from tests.helpers.options import set_options
 from tfdist import compression
 from tfdist.strategies import single_process
 
@@ -127,7 +128,7 @@ def trainer_for(case: Case, arm: str, made: dict[Any, Any]) -> tfdist.Trainer:
             if case.replicas > 1:
                 devices = {"devices": ",".join(f"CPU:{n}" for n in range(case.replicas))}
         made[key] = tfdist.create_strategy(name, **devices)
-    made[key].shard_optimizer = case.shards
+    set_options(made[key], shard_optimizer=case.shards)
     return tfdist.Trainer(made[key], compression=compressor(case))
 
 

@@ -7,6 +7,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.helpers import tiers
+from tests.helpers.options import set_options
 from tfdist import ConfigError
 from tfdist.gradients import row_updates
 from tfdist.gradients.sharded_update import ELEMENTWISE
@@ -112,11 +113,11 @@ def trainer(mirrored):
         if strategy != "mirrored":
             options = {"devices": 2} if strategy == "central_storage" else {}
             return tfdist.Trainer(strategy, row_updates=mode, **options)
-        mirrored.row_updates = mode
+        set_options(mirrored, row_updates=mode)
         return tfdist.Trainer(mirrored)
 
     yield make
-    mirrored.row_updates = "auto"
+    set_options(mirrored, row_updates="auto")
 
 
 @pytest.fixture

@@ -14,6 +14,7 @@ os.environ["TF_NUM_INTRAOP_THREADS"] = (
 )
 
 import tfdist
+from tests.helpers.options import set_options
 from tests.multiprocess import harness
 
 name, out, devices, *chosen = sys.argv[1:]
@@ -23,7 +24,7 @@ import keras  # noqa: E402 (the strategy comes first)
 import numpy as np  # noqa: E402
 import tensorflow as tf  # noqa: E402
 
-trainer.strategy.bucket_bytes = 4000  # several of each model
+set_options(trainer.strategy, bucket_bytes=4000)  # several of each model
 COMPRESSIONS = {
     "none": None,
     "bf16": "bf16",

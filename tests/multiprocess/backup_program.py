@@ -18,6 +18,7 @@ import sys
 import time
 
 import tfdist
+from tests.helpers.options import set_options
 from tests.multiprocess import harness
 from tfdist.backup.storage import Storage
 from tfdist.compression import PerVariable, create
@@ -50,7 +51,7 @@ from tfdist.tasks import digits  # noqa: E402
 
 RANK, LIFE = trainer.task.index, progress.restarts()
 if "bucket_bytes" in options:
-    trainer.strategy.bucket_bytes = options["bucket_bytes"][LIFE]
+    set_options(trainer.strategy, bucket_bytes=options["bucket_bytes"][LIFE])
 BATCH, EXAMPLES = 32, 320
 
 keras.utils.set_random_seed(options.get("seed", 3))

@@ -6,6 +6,7 @@ import re
 import sys
 
 import tfdist
+from tests.helpers.options import set_options
 from tests.multiprocess import harness
 
 strategy_name, out, *parts = sys.argv[1:]
@@ -28,7 +29,7 @@ STEPS = 300
 tf.config.experimental.enable_op_determinism()
 local = trainer.strategy.experimental_local_results
 default_bucket_bytes = getattr(trainer.strategy, "bucket_bytes", 0)
-trainer.strategy.bucket_bytes = 4000  # several of each model below
+set_options(trainer.strategy, bucket_bytes=4000)  # several of each model below
 (x, y), validation = digits.load()
 x, y = x[:1280], y[:1280]
 
@@ -283,7 +284,8 @@ def waiting_optimizer(compressor):
 
 def sent_bytes(compressor):
     """Returns what is planned and sent in a step, of 42 MB of gradients, and how much was sent: 10 MB at least."""
-    trainer.strategy.bucket_bytes, before = default_bucket_bytes, trainer.strategy.bucket_bytes
+    before = trainer.strategy.config.bucket_bytes
+    set_options(trainer.strategy, bucket_bytes=default_bucket_bytes)
     trainer.compression = compressor
     keras.backend.clear_session()
     with trainer.scope():
@@ -294,7 +296,7 @@ def sent_bytes(compressor):
     examples = np.ones((4 * SIZE * steps, 1024), np.float32), np.zeros(4 * SIZE * steps)
     sent = network.WireBytes(trainer.cluster, trainer.task)
     trainer.fit(model, *examples, batch_size=4 * SIZE, verbose=0, callbacks=[sent])
-    trainer.strategy.bucket_bytes = before
+    set_options(trainer.strategy, bucket_bytes=before)
     return planned, sent.per_step, (steps - 1) * planned
 
 

@@ -10,12 +10,13 @@ import pathlib
 import sys
 
 import tfdist
+from tests.helpers.options import set_options
 from tests.multiprocess import harness, models
 from tfdist.training import callback_sync
 
 name, out, *chosen = sys.argv[1:]
 trainer = tfdist.Trainer(name, **({"devices": 2} if name in ("mirrored", "central_storage") else {}))
-trainer.strategy.bucket_bytes = 2000  # several of each model
+set_options(trainer.strategy, bucket_bytes=2000)  # several of each model
 RANK = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 
 import keras  # noqa: E402 (the strategy comes first)

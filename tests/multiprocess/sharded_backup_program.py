@@ -11,6 +11,7 @@ import os
 import shutil
 import sys
 
+from tests.helpers.options import set_options
 from tests.multiprocess import harness
 from tests.multiprocess.sharded_program import BATCH, IDS, OPTIMIZERS, Scale, X, Y, build, out, trainer
 
@@ -37,7 +38,7 @@ class Break(keras.callbacks.Callback):
 
 
 def use(way):
-    trainer.strategy.shard_optimizer = way == "sharded"
+    set_options(trainer.strategy, shard_optimizer=way == "sharded")
     keras.backend.clear_session()  # a new process would have the same names of variables
     keras.utils.set_random_seed(1)
 

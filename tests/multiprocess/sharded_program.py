@@ -12,6 +12,7 @@ import sys
 os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
 
 import tfdist
+from tests.helpers.options import set_options
 from tests.multiprocess import harness
 from tfdist.compat import piece_optimizer
 from tfdist.sharding.split_slot import SplitSlot
@@ -111,7 +112,7 @@ def compressed():
 
 def rounded():
     """Returns the weights of a linear model after each step, sent as bfloat16, and this process's float32 values: (first element, values)."""
-    trainer.strategy.weights_dtype = "bfloat16"
+    set_options(trainer.strategy, weights_dtype="bfloat16")
     weights = []
     try:
         with trainer.scope():
@@ -124,7 +125,7 @@ def rounded():
         )
         trainer.fit(model, X, Y[:, None], batch_size=BATCH, epochs=3, verbose=0, shuffle=False, callbacks=[keeps])
     finally:
-        trainer.strategy.weights_dtype = "float32"
+        set_options(trainer.strategy, weights_dtype="float32")
     master = piece_optimizer.state_variables(model.optimizer)[-1]
     return weights, (master.own.begin, master.piece.numpy())
 
@@ -201,7 +202,7 @@ def content(path):
 
 def written():
     """Returns what plain Keras loads of each file that all workers write together, and of that of `trainer.save`."""
-    trainer.strategy.shard_optimizer = True
+    set_options(trainer.strategy, shard_optimizer=True)
     model, checkpoint = dense(), keras.callbacks.ModelCheckpoint
     place = {"best.keras": {"monitor": "loss", "save_best_only": True}, "each-{epoch}.keras": {}}
     place["step.weights.h5"] = {"save_weights_only": True, "save_freq": 3}
@@ -221,7 +222,7 @@ def written():
 
 def saved_by_the_chief():
     """Returns the errors of saves of a callback that the chief alone has; the training goes on."""
-    trainer.strategy.shard_optimizer = True
+    set_options(trainer.strategy, shard_optimizer=True)
     model, errors, epochs = dense(), {}, []
 
     class Saves(keras.callbacks.Callback):
@@ -292,6 +293,6 @@ if __name__ == "__main__":
             continue
         results[case] = {}
         for way in ("whole", "sharded"):
-            trainer.strategy.shard_optimizer = way == "sharded"
+            set_options(trainer.strategy, shard_optimizer=way == "sharded")
             results[case][way] = CASES[case]()
     harness.store(out, trainer.task.index, results)

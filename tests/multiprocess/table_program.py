@@ -15,6 +15,7 @@ import sys
 os.environ["TF_NUM_INTRAOP_THREADS"] = "1"
 
 import tfdist
+from tests.helpers.options import set_options
 from tests.multiprocess import harness
 from tfdist.layers.table import with_tables
 
@@ -59,7 +60,7 @@ def sgd(**arguments):
 def use(optimizer=sgd, make=build, row_updates="auto", **compiled):
     keras.backend.clear_session()
     keras.utils.set_random_seed(1)
-    trainer.strategy.row_updates = row_updates
+    set_options(trainer.strategy, row_updates=row_updates)
     with trainer.scope():
         model = make()
         model.compile(optimizer(), "mse", **compiled)

@@ -6,6 +6,7 @@ Arguments: strategy, output folder, and which cases (all). The transport is `har
 import sys
 
 import tfdist
+from tests.helpers.options import set_options
 from tests.multiprocess import harness
 
 name, out, *only = sys.argv[1:]
@@ -19,7 +20,7 @@ from tests.compression import test_compressors  # noqa: E402
 from tfdist.collectives.communicator import cross_process_communicator  # noqa: E402
 
 tf.config.experimental.enable_op_determinism()
-trainer.strategy.bucket_bytes = 4000  # several of each model
+set_options(trainer.strategy, bucket_bytes=4000)  # several of each model
 SIZE = 77  # the last of the batches of 16 has 13
 rng = np.random.default_rng(0)
 X = rng.standard_normal((SIZE, 12)).astype(np.float32)

@@ -35,7 +35,7 @@ def test_communication_options_pass_through(trainer):
     # Alone in its cluster, a multi-worker strategy needs no server.
     strategy = tfdist.create_strategy("multi_worker_mirrored", transport="grpc", bucket_bytes=1000, timeout_seconds=5)
     options = strategy.extended._communication_options
-    assert (strategy.bucket_bytes, options.timeout_seconds) == (1000, 5)
+    assert (strategy.config.bucket_bytes, options.timeout_seconds) == (1000, 5)
     assert options.implementation == tf.distribute.experimental.CommunicationImplementation.RING
 
 

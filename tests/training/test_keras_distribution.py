@@ -45,14 +45,14 @@ def distribution():
 def test_the_distribution_chooses(distribution, devices, arguments, options, kind, names):
     distribution(devices and parallel(devices))
     trainer = tfdist.Trainer(*arguments, **options)
-    assert trainer.strategy.kind == kind
+    assert trainer.strategy.config.name == kind
     assert [device[-5:].upper() for device in trainer.strategy.extended.worker_devices] == names
 
 
 def test_the_evaluator_of_a_cluster_is_not_one_of_its_workers(distribution):
     distribution(parallel())
     trainer = tfdist.Trainer(cluster=(WORKERS, TaskSpec("evaluator", 0)))
-    assert trainer.strategy.kind == "mirrored"
+    assert trainer.strategy.config.name == "mirrored"
 
 
 @pytest.mark.parametrize(

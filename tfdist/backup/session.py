@@ -341,7 +341,7 @@ class BackupSession:
         manifest = {
             "format": FORMAT,
             "training": self.training,
-            "strategy": self._strategy.kind,
+            "strategy": self._strategy.config.name,
             "tasks": self._ranks.size,
             "replicas": self._strategy.num_replicas_in_sync,
             "position": dataclasses.asdict(position),

@@ -53,7 +53,7 @@ class TrainingState:
             for v in piece_optimizer.state_variables(optimizer)
         }
         # With `sync_every` each worker's optimizer has its own slots.
-        own_slots = slots if self._strategy.sync_every else set()
+        own_slots = slots if self._strategy.config.sync_intervals else set()
         self._per_replica = {
             name
             for name, variable in self._variables.items()

@@ -189,7 +189,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
             yield f"The layer {layer.name} is stateful=True, but each replica would keep only the state of its share of a batch."
     why = strategy.traits.refuses.get("jit_compile")
     if model.jit_compile and why:
-        yield f"jit_compile=True is not possible under {strategy.kind}, {why}."
+        yield f"jit_compile=True is not possible under {strategy.config.name}, {why}."
 
 
 def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
@@ -236,7 +236,7 @@ def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer)
     ):
         why = strategy.traits.refuses.get(option)
         if is_used and why:
-            yield f"{text} is not possible under {strategy.kind}, {why}."
+            yield f"{text} is not possible under {strategy.config.name}, {why}."
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Data) -> None:

@@ -178,6 +178,11 @@ class StrategyConfig:
             return [f"CPU:{i}" for i in range(self.virtual_cpus)]
         return [name.strip() for name in self.devices.split(",") if name.strip()]
 
+    @property
+    def sync_intervals(self) -> list[tuple[int, int]]:
+        """The first update and the interval of each part of `sync_every` (see the function); empty means off."""
+        return sync_intervals("sync_every", self.sync_every)
+
     def on_workers(self, workers: int, gpus: int = 0) -> StrategyConfig:
         """Returns this configuration with `devices` in place of `replicas`, or of the environment variable `TFDIST_REPLICAS`.
 

@@ -51,8 +51,8 @@ class LocalSteps(tf.Module):
     ):
         super().__init__(name="local_steps")
         self._strategy = strategy
-        self._outer = strategy.outer
-        self._intervals = strategy.sync_every
+        self._outer = strategy.config.outer
+        self._intervals = strategy.config.sync_intervals
         self._steps_per_update = optimizer.gradient_accumulation_steps or 1
         self._own_skipped = own_skipped
         self.is_hidden_anchor = False

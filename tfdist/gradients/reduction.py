@@ -265,4 +265,4 @@ def _times(values: Sequence[Gradient], indices: Sequence[int], factor: tf.Tensor
 def bucket_bytes(strategy: tf.distribute.Strategy) -> int:
     """Returns the size of the buckets in which gradients are summed; 0 means one bucket."""
     ours = as_ours(strategy)
-    return ours.bucket_bytes if ours else 0
+    return ours.config.bucket_bytes if ours and ours.traits.several_processes else 0

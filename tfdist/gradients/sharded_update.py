@@ -56,7 +56,7 @@ class ShardedUpdate:
         _check(optimizer, self._group)
         self._optimizer = optimizer
         self._strategy = strategy
-        self._wire_dtype = tf.as_dtype(strategy.weights_dtype)
+        self._wire_dtype = tf.as_dtype(strategy.config.weights_dtype)
         self._process = self._group.ranks[0] // len(self._group.ranks)
         self._buckets: list[_Bucket] = []
         self._pieces: list[Piece] = []

@@ -192,7 +192,7 @@ class Embedding(keras.layers.Layer):
                 f"axis=1, or shards=1. Received: {type(constraint).__name__}."
             )
         strategy = as_ours(tf.distribute.get_strategy())
-        if strategy and strategy.shard_optimizer:
+        if strategy and strategy.config.shard_optimizer:
             raise ConfigError(
                 f"{self.name} has {count} shards, which shard_optimizer=True does not support (yet): use shards=1 or shard_optimizer=False."
             )

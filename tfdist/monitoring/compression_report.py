@@ -77,9 +77,9 @@ def planned_bytes(model: keras.Model, compression: Compressor | None, replicas: 
     steps = getattr(getattr(optimizer, "inner_optimizer", optimizer), "gradient_accumulation_steps", None) or 1
     sent: float = (compression or NONE).bytes_per_step(shapes, replicas)
     strategy = as_ours(model.distribute_strategy)
-    if strategy and strategy.sync_every:
-        _, steps_alone = strategy.sync_every[-1]
+    if strategy and strategy.config.sync_intervals:
+        _, steps_alone = strategy.config.sync_intervals[-1]
         steps *= steps_alone
-    if strategy and strategy.weights_dtype != "float32":
+    if strategy and strategy.config.weights_dtype != "float32":
         sent -= NONE.bytes_per_step(shapes, replicas) / 4  # half of the second half of a sum, the all-gather of weights
     return round(sent / steps)

@@ -62,7 +62,7 @@ def environment_texts(strategy: tf.distribute.Strategy) -> tf.compat.v1.Summary:
 
 def _kind(strategy: tf.distribute.Strategy) -> str:
     ours = as_ours(strategy)
-    return ours.kind if ours else type(strategy).__name__.lstrip("_")
+    return ours.config.name if ours else type(strategy).__name__.lstrip("_")
 
 
 def _table(columns: tuple[str, str], rows: Iterable[tuple[str, str]]) -> str:

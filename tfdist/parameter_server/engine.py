@@ -68,7 +68,7 @@ class ParameterServerEngine(Engine):
             model.train_function = model.test_function = model.predict_function = None
         row_lookups.look_up_rows(model)
         for optimizer in optimizer_search.optimizers(model):
-            update_on_servers(optimizer, self.strategy.row_updates)
+            update_on_servers(optimizer, self.strategy.config.row_updates)
 
     @contextlib.contextmanager
     def running(self, model: keras.Model) -> Iterator[None]:

@@ -56,8 +56,8 @@ class Scheduler:
     def __init__(self, strategy: ParameterServerStrategy):
         self._cluster = tf_cluster.coordinator_cluster(strategy)
         self._spec = strategy.cluster
-        self._watch = Watch(strategy.cluster, strategy.start_timeout, strategy.timeout_seconds)
-        self._timeout_seconds = strategy.timeout_seconds
+        self._watch = Watch(strategy.cluster, strategy.start_timeout, strategy.config.timeout_seconds)
+        self._timeout_seconds = strategy.config.timeout_seconds
         if self._timeout_seconds is None:
             self._timeout_seconds = TIMEOUT_SECONDS
         self.workers = len(self._spec.jobs["worker"])

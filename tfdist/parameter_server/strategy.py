@@ -95,7 +95,7 @@ class ParameterServerStrategy(base.KerasStrategy, tf.distribute.ParameterServerS
         raise self._distribution_error()
 
     def _distribution_error(self) -> ConfigError:
-        return ConfigError(USE_TRAINER.format(self.kind) if self.trainer is None else _DISTRIBUTES_ITSELF)
+        return ConfigError(USE_TRAINER.format(self.config.name) if self.trainer is None else _DISTRIBUTES_ITSELF)
 
 
 def lives_on_chief(
@@ -170,6 +170,5 @@ def parameter_server(
         preflight.wait_until_reachable(spec, others, start_timeout, serving=True)
     with preflight.startup_watchdog(spec, task, start_timeout):
         strategy = ParameterServerStrategy(spec, config.placement, start_timeout, config.max_staleness)
-    strategy.timeout_seconds = config.timeout_seconds
     hooks.at_end(hooks.Stage.PEERS, server.publish_exit_code, spec)
     return strategy

@@ -81,7 +81,7 @@ class Execution:
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
         self.step_name = self._replica.name
-        self._is_local = self._replica.trains and bool(self._strategy.sync_every)
+        self._is_local = self._replica.trains and bool(self._strategy.config.sync_intervals)
         self._fetching, self._is_fetching = fetch_flag(self._strategy)
         if self._strategy.num_workers > 1 and self._strategy.own_time is None:
             self._strategy.own_time = OwnTime()
@@ -442,7 +442,7 @@ def attach(model: keras.Model, compression: Compressor | None = None, nan_policy
         row_lookups.look_up_rows(model)
     several = model.distribute_strategy.num_replicas_in_sync > 1 or model.distribute_strategy.mesh is not None
     skips = nan_policy != "ignore"
-    sync_every = model.distribute_strategy.sync_every
+    sync_every = model.distribute_strategy.config.sync_intervals
     if sync_every:
         local_steps.check(model)
     for optimizer in optimizer_search.optimizers(model):
@@ -456,8 +456,8 @@ def attach(model: keras.Model, compression: Compressor | None = None, nan_policy
             deduplicate_rows_before_update(optimizer)
         if model.distribute_strategy.mesh is not None:
             update_pieces(optimizer, model.distribute_strategy)
-        row_updates.install(optimizer, model.distribute_strategy.row_updates)
-        if several and model.distribute_strategy.shard_optimizer:
+        row_updates.install(optimizer, model.distribute_strategy.config.row_updates)
+        if several and model.distribute_strategy.config.shard_optimizer:
             optimizer_lib.shard(optimizer, model.distribute_strategy)
         if sync_every:
             optimizer_lib.train_locally(optimizer, model.distribute_strategy, compression)

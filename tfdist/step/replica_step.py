@@ -42,7 +42,7 @@ class ReplicaStep:
         self.name = getattr(step, "__name__", "step")  # a callable object has none
         self.trains = step == model.train_step
         self._replicas = model.distribute_strategy.num_replicas_in_sync
-        self._is_local = self.trains and bool(model.distribute_strategy.sync_every)
+        self._is_local = self.trains and bool(model.distribute_strategy.config.sync_intervals)
         self._is_alone = self._replicas == 1 or self._is_local  # a worker that trains alone has one replica
         self.counts = self._replicas > 1 and equal_weights.guard(model.distribute_strategy, model.weights)
         # A static batch size is a constant, whose dependence on the data would not be detected.

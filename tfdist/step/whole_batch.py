@@ -168,7 +168,7 @@ def _gather_obstacle(step: StepContext) -> str | None:
     """Returns why replicas cannot gather anything in a step; None if they can."""
     strategy = tf.distribute.get_strategy()
     if not traits_of(strategy).gathers:
-        return f"strategy {strategy.kind} gathers nothing during a step"
+        return f"strategy {strategy.config.name} gathers nothing during a step"
     local = len(strategy.extended.worker_devices)
     if tf.executing_eagerly() and num_replicas(strategy) > local > 1:
         return f"with run_eagerly=True {local} devices of a worker would wait for each other; use run_eagerly=False"
@@ -192,7 +192,7 @@ def obstacle(step: StepContext, dtype: tf.DType | str, arguments: Structure) -> 
         return "the replicas' batches, each from a dataset of its own, may have different shapes; pad them to a fixed shape"
     size = tf.as_dtype(dtype).size * sum(math.prod(length or 1 for length in shape) for shape in shapes)
     ours = as_ours(tf.distribute.get_strategy())
-    limit = ours.gather_loss_bytes if ours else 0
+    limit = ours.config.gather_loss_bytes if ours else 0
     if size > limit:
         return f"{size:,} bytes of an example are more than strategy.gather_loss_bytes ({limit:,}); raise it"
     return None

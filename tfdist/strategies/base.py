@@ -20,7 +20,7 @@ from tfdist.collectives import own_time
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.own_time import OwnTime
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
-from tfdist.config import Outer, StrategyConfig, StrategyTraits
+from tfdist.config import StrategyConfig, StrategyTraits
 from tfdist.replicas import declared_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
@@ -45,20 +45,12 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
 
     # `create_strategy` sets these, which `Strategy` describes.
     traits = StrategyTraits()
-    kind = ""
+    config = StrategyConfig("")
     cluster: ClusterSpec | None = None
     cluster_task: ClusterTask | None = None
-    bucket_bytes = 0
-    shard_optimizer = False
-    row_updates = StrategyConfig.row_updates
-    weights_dtype = StrategyConfig.weights_dtype
-    sync_every: Sequence[tuple[int, int]] = ()
-    outer = Outer()
-    gather_loss_bytes = StrategyConfig.gather_loss_bytes
     transport = transport_reason = ""
     communicator: Communicator | None = None
     mesh: Any = None
-    timeout_seconds: float | None = None
     unlike_processors: tuple[int, ...] = ()
     # The Trainer and its loops set these.
     batches_are_parts = False
@@ -77,6 +69,10 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         self.executions = 0
         super().__init__(*args, **kwargs)
         unsupported.explain_builds(super().extended)
+
+    def configure(self, config: StrategyConfig) -> None:
+        """Sets the options. Models that are compiled later follow them."""
+        self.config = config
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -163,7 +159,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         # Each replica writes its own copy, and reads outside of replicas average them: steps need no communication.
         variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
         # The sum of accumulators may be averaged; where workers train alone, each continues with the gradients of its own.
-        if not (self.sync_every and kwargs.get("colocate_with") is not None):
+        if not (self.config.sync_intervals and kwargs.get("colocate_with") is not None):
             self.statistics.add(variable)
         if kind is not None:
             declared_weights.declare(self, variable, kind, kwargs.get("name") or "")

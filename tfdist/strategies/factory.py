@@ -15,7 +15,6 @@ from tfdist.cluster.spec import check_member
 from tfdist.compat import tf_internals
 from tfdist.config import StrategyConfig, registry, validation
 from tfdist.config.constraints import MOST_SECONDS
-from tfdist.config.strategy import sync_intervals
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, format_value, unknown_name_message
 from tfdist.replicas.batch_shares import BatchShares
@@ -121,16 +120,10 @@ def create_strategy(
             f"strategy {strategy.name!r} must return a strategy whose class has KerasStrategy of tfdist.strategies.base among "
             f"its bases. Received: {type(created).__name__}."
         )
-    created.kind = strategy.name
+    created.configure(strategy)
     created.traits = traits
     if not traits.asynchronous:
         created.engine = make_engine(created)
-    created.gather_loss_bytes = strategy.gather_loss_bytes
-    created.shard_optimizer = strategy.shard_optimizer
-    created.row_updates = strategy.row_updates
-    created.weights_dtype = strategy.weights_dtype
-    created.sync_every = sync_intervals("sync_every", strategy.sync_every)
-    created.outer = strategy.outer
     if strategy.batch_shares == "by_speed" and created.num_workers > 1:
         created.batch_shares = BatchShares(created.num_workers)
     model_methods.install(created)

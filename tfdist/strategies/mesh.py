@@ -32,10 +32,7 @@ from tfdist.sharding.layouts import Grid, Layout
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 # What the strategy of a data group takes over from the strategy of all workers.
-_INHERITED = (
-    *("kind", "traits", "cluster_task", "bucket_bytes", "row_updates", "weights_dtype", "gather_loss_bytes"),
-    *("transport", "transport_reason", "timeout_seconds", "unlike_processors"),
-)
+_INHERITED = (*("config", "traits", "cluster_task", "transport", "transport_reason", "unlike_processors"),)
 _ENDED = re.compile(r"rank (\d+) has ended")  # the text of a transport's error
 _PUBLISHED_WITHIN = 2.0  # seconds in which a worker that has ended may have published that its program has finished
 
@@ -184,13 +181,13 @@ def split(world: Any, distribution: Any) -> MultiWorkerMirroredStrategy:
     rank = tasks.index(task)
 
     def connect(members: Sequence[int]) -> MultiWorkerMirroredStrategy:
-        options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=world.timeout_seconds or None)
+        options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=world.config.timeout_seconds or None)
         strategy = MultiWorkerMirroredStrategy(world.cluster_resolver, options, members=members)
         names = [str(tasks[member]) for member in members]
         addresses = [cluster.address(tasks[member]) for member in members]
         # MPI has no group of some of its processes here.
         wanted = "auto" if world.transport == "mpi" else world.transport
-        timeout = world.timeout_seconds or 0.0
+        timeout = world.config.timeout_seconds or 0.0
         choice = transport_choice.connect(strategy, names, addresses, members.index(rank), wanted, timeout)
         strategy.communicator = choice.communicator
         return strategy
@@ -218,12 +215,12 @@ def _check(world: Any, grid: Grid) -> None:
         raise ConfigError(
             "keras.distribution.ModelParallel is not possible on GPUs of several workers (yet): use CPUs."
         )
-    if world.shard_optimizer:
+    if world.config.shard_optimizer:
         raise ConfigError(
             "keras.distribution.ModelParallel is not possible with shard_optimizer=True (yet): the optimizer's state is split as its variables "
             "are. Remove shard_optimizer."
         )
-    if world.sync_every:
+    if world.config.sync_intervals:
         raise ConfigError(
             "keras.distribution.ModelParallel is not possible with sync_every (yet): workers that train alone exchange no pieces. Remove "
             "sync_every."

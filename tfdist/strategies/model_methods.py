@@ -96,7 +96,7 @@ def _trained(name: str, keras_own: Method) -> Method:
         if trainer is not None and not trainer.is_at_work:
             return trainer.call(name, keras_own, model, args, kwargs)
         if strategy.engine is None:
-            raise ConfigError(USE_TRAINER.format(strategy.kind))
+            raise ConfigError(USE_TRAINER.format(strategy.config.name))
         if not keras_internals.has_replaced_make_function(model):
             strategy.engine.attach(model)
         run: Function = registry.resolve("loop", _LOOP, {})

@@ -168,9 +168,7 @@ def multi_worker_mirrored(
     needs_one_device = config.sync_every or config.batch_shares == "by_speed"
     if needs_one_device and len(strategy.extended.worker_devices) > 1:
         raise ConfigError(f"{ONE_DEVICE_PER_WORKER} Received: {format_value(strategy.extended.worker_devices)}.")
-    strategy.timeout_seconds = config.timeout_seconds
     strategy.cluster_task = cluster
-    strategy.bucket_bytes = config.bucket_bytes
     _broadcast_seed(strategy)
     strategy.unlike_processors = hardware.unlike_processors(strategy, strategy.num_workers)
     if cluster is not None:

@@ -56,7 +56,7 @@ def check_options(trainer: type, strategy: object, options: Collection[str]) -> 
 
 def check_nan_policy(policy: str, strategy: Strategy) -> None:
     """Raises ConfigError if the policy is unknown or the strategy does not support it."""
-    faults = list(validation.nan_policy_faults(policy, strategy.kind, strategy.traits))
+    faults = list(validation.nan_policy_faults(policy, strategy.config.name, strategy.traits))
     if faults:
         raise ConfigError(faults)
 
@@ -137,7 +137,7 @@ def check_savers(callbacks: Sequence[keras.callbacks.Callback], ranks: Ranks, di
 
 def check_averages(callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy) -> None:
     """Raises ConfigError if a callback swaps moving averages that are split."""
-    if strategy.shard_optimizer and any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+    if strategy.config.shard_optimizer and any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
         raise ConfigError(piece_optimizer.NO_AVERAGES)
 
 

@@ -84,7 +84,7 @@ def check(distribution: Any, strategy: Strategy) -> None:
     if distribution is None or strategy.mesh is not None:
         return
     names = _device_names(distribution)
-    _check_traits(strategy.kind, strategy.traits)
+    _check_traits(strategy.config.name, strategy.traits)
     if strategy.traits.devices == "each":
         _check_devices(names, strategy.extended.worker_devices)
 

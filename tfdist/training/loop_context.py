@@ -145,4 +145,4 @@ class LoopContext:
         sentence = console.describe_replicas(self.num_replicas, global_batch_size, self.strategy.traits.asynchronous)
         if whole_items and self.ranks.size > 1:
             sentence += f"; a step trains on {self.ranks.size} items of the data, one from each worker (shard='items')"
-        logger.info(f"{self.strategy.kind}: {sentence}", extra=BARE)
+        logger.info(f"{self.strategy.config.name}: {sentence}", extra=BARE)

@@ -165,7 +165,7 @@ class Recorder:
         now = self._values()
         optimizers = optimizer_search.optimizers(self._model)
         gradient = None
-        if not self._strategy.shard_optimizer:  # with split slots each process has its pieces
+        if not self._strategy.config.shard_optimizer:  # with split slots each process has its pieces
             kept = [part for optimizer in optimizers for part in _gradients.get(id(_leaf(optimizer)), [])]
             if kept:
                 values = [variable.numpy().astype(np.float64).ravel() for variable in kept]
@@ -225,7 +225,7 @@ class Recorder:
             "update": self._before_fit + self._step,
             "task": self._task,
             "model": self._model.name,
-            "strategy": strategy.kind,
+            "strategy": strategy.config.name,
             "replicas": self._engine.num_replicas,
             "asynchronous": strategy.traits.asynchronous,
             "compression": [each.description for each in compressors if each],

@@ -109,7 +109,7 @@ def create_context(
     cluster, task = cluster_and_task or (None, TaskSpec("worker", 0))
     tasks = cluster.training_tasks() if cluster and traits.several_processes else [task]
     if cluster and traits.several_processes and len(tasks) > 1:
-        hangs.start_watch(cluster, task, strategy.timeout_seconds)
+        hangs.start_watch(cluster, task, strategy.config.timeout_seconds)
     together = ranks.Ranks(strategy, tasks.index(task), list(map(str, tasks)))
     if strategy.mesh:
         together = strategy.mesh.everyone

@@ -8,6 +8,7 @@ Keras' `fit` calls; with others it is the sum of gradients of the model's shapes
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import os
@@ -65,7 +66,7 @@ def of_compute():
 
 def of_trainer(compressor, bucket_bytes):
     mine = tfdist.Trainer(strategy, compression=compressor)
-    strategy.bucket_bytes = bucket_bytes
+    strategy.configure(dataclasses.replace(strategy.config, bucket_bytes=bucket_bytes))
     data = strategy.distribute_datasets_from_function(dataset)
     return of_model(keras, mine.scope(), data, lambda model: mine.fit(model, dataset, steps_per_epoch=1, verbose=0))
 

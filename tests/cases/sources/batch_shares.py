@@ -14,6 +14,7 @@ from tests.cases.arms import THREE_WORKERS, WORKERS
 from tests.cases.case import case
 from tests.cases.sources import split_tables
 from tests.cases.sources.local_steps import EPOCHS, SIZE, Adam, X, Y, is_near, linear, local
+from tests.helpers.options import options_set
 from tfdist.replicas.batch_shares import BatchShares
 
 
@@ -171,12 +172,9 @@ def rows_of_tables_and_slots_in_pieces(world):
             model = split_tables.train(world, lambda n=number: table(n))
             sums = split_tables.right()[split_tables.IDS].sum(1)
             seen[f"{number} shards"] = model.predict(split_tables.IDS, verbose=0), sums
-        world.trainer.strategy.shard_optimizer = True
-        try:
+        with options_set(world.trainer.strategy, shard_optimizer=True):
             model = linear(world, keras.optimizers.Adam)
             model.fit(X, Y, batch_size=SIZE, epochs=EPOCHS, shuffle=False, verbose=0)
-        finally:
-            world.trainer.strategy.shard_optimizer = False
         seen["slots in pieces"] = is_near(model.get_weights(), descend_together(Adam(), EPOCHS)), True
     return seen
 

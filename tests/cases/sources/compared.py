@@ -7,6 +7,7 @@ from keras import ops
 import tfdist
 from tests.cases.arms import MIRRORED, TWO_EACH, WORKERS
 from tests.cases.case import case
+from tests.helpers.options import options_set
 
 EVERYWHERE = (MIRRORED, WORKERS, TWO_EACH)
 X = np.random.default_rng(0).standard_normal((22, 6)).astype("float32")
@@ -99,9 +100,5 @@ def a_softmax_over_the_batch_that_xla_compiles(world):
     error=r"in_batch_softmax compares the examples of a batch.*gather_loss_bytes.*tfdist\.whole_batch\(tensor\)",
 )
 def a_softmax_over_a_batch_that_is_too_large_to_gather(world):
-    strategy = world.trainer.strategy
-    limit, strategy.gather_loss_bytes = strategy.gather_loss_bytes, 8
-    try:
+    with options_set(world.trainer.strategy, gather_loss_bytes=8):
         check_fit(world, in_batch_softmax)
-    finally:
-        strategy.gather_loss_bytes = limit

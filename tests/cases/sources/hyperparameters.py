@@ -7,6 +7,7 @@ import numpy as np
 
 from tests.cases.arms import MIRRORED, WORKERS
 from tests.cases.case import case
+from tests.helpers.options import options_set
 from tfdist.gradients.sharded_update import ELEMENTWISE
 
 RATE, STEPS = 0.1, 2
@@ -41,13 +42,8 @@ DEFAULTS = {
 }
 
 
-@contextlib.contextmanager
 def split(world):
-    world.trainer.strategy.shard_optimizer = True
-    try:
-        yield
-    finally:
-        world.trainer.strategy.shard_optimizer = False
+    return options_set(world.trainer.strategy, shard_optimizer=True)
 
 
 def linear(world, width=WIDTH):

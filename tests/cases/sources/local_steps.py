@@ -8,7 +8,7 @@ import numpy as np
 import tfdist
 from tests.cases.arms import WORKERS
 from tests.cases.case import case
-from tfdist.config.strategy import sync_intervals
+from tests.helpers.options import options_set
 from tfdist.tasks import digits
 
 rng = np.random.default_rng(1)
@@ -20,12 +20,9 @@ SIZE, EPOCHS = 8, 3  # the last of four batches has 2 and 1 examples
 @contextlib.contextmanager
 def local(world, every, outer=None, nan_policy="ignore", compression=None):
     strategy = world.trainer.strategy
-    strategy.sync_every, strategy.outer = sync_intervals("sync_every", every), outer or tfdist.Outer()
     strategy.engine.nan_policy, world.trainer.compression = nan_policy, compression
-    try:
+    with options_set(strategy, sync_every=every, outer=outer or tfdist.Outer()):
         yield
-    finally:
-        strategy.sync_every, strategy.outer = (), tfdist.Outer()
 
 
 def linear(world, make_optimizer, **compiled):

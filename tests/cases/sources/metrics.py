@@ -13,6 +13,7 @@ from keras import ops
 import tfdist
 from tests.cases.arms import MIRRORED, SERVERS, WORKERS
 from tests.cases.case import case
+from tests.helpers.options import options_set
 from tfdist.compat import keras_metrics
 from tools.site.metrics import EXAMPLES
 
@@ -291,16 +292,13 @@ def gathered_beside_an_update_that_is_skipped_if_not_finite(world):
     }
     right = np.mean([part.max() - part.min() for (part,) in batches(X, size=4)])
     found = {}
-    world.trainer.strategy.shard_optimizer = True
-    try:
+    with options_set(world.trainer.strategy, shard_optimizer=True):
         for name, (make, compression) in kinds.items():
             with tfdist.Trainer(world.trainer.strategy, compression=compression).scope():
                 model = keras.Sequential([keras.Input((1,)), keras.layers.Dense(1), keras.layers.Dense(1)])
                 model.compile(make(), loss="mse", metrics=[span])
             history = model.fit(X, X, batch_size=4, epochs=3, shuffle=False, verbose=0).history
             found[name] = history["span"], [right] * 3
-    finally:
-        world.trainer.strategy.shard_optimizer = False
     return found
 
 

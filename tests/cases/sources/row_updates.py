@@ -1,6 +1,5 @@
 """A table of as many rows as are updated by rows: what plain arithmetic makes of it, under every strategy."""
 
-import contextlib
 from unittest import mock
 
 import keras
@@ -10,16 +9,12 @@ import tensorflow as tf
 from tests.cases.arms import SERVERS, TWO_EACH, WORKERS
 from tests.cases.case import case
 from tests.gradients.test_row_updates import IDS, OPTIMIZERS, TARGETS, arithmetic, build
+from tests.helpers.options import options_set
 
 
-@contextlib.contextmanager
 def mode(world, name):
     """Sets `row_updates` of the program's strategy, which other cases share."""
-    world.trainer.strategy.row_updates = name
-    try:
-        yield
-    finally:
-        world.trainer.strategy.row_updates = "auto"
+    return options_set(world.trainer.strategy, row_updates=name)
 
 
 def trained(world, name, row_updates):
