@@ -7,6 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
+from tfdist.config import registry
 from tfdist.config.constraints import MOST_SECONDS, MOST_TASKS, between, choice, option, parsed
 from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits, find_traits
 from tfdist.errors import ConfigError, format_value, truncate, unknown_name_message
@@ -124,6 +125,7 @@ class StrategyConfig:
             `"by_bytes"`, the server with the fewest bytes.
         max_staleness: The limit, under `parameter_server`, of the updates that other workers apply between a step's read of the
             weights and its own update: workers wait before they begin a step (docs/parameter-servers.md). None means no limit.
+        features: Your own features, as `"package.module:Class"`, separated by commas, or a list of names (docs/extending.md).
         timeout_seconds: Seconds that tasks wait for a task that is slow. They name it, with its line, in a warning after 60 s (or 5 times the
             longest step). At the limit the job ends or restarts as after a loss; earlier, after a third of the limit, if the task neither
             computes nor reads nor writes files. The building of a model, a first execution, saving and evaluating have 10 times the
@@ -150,11 +152,14 @@ class StrategyConfig:
     timeout_seconds: float | None = option(None, *between(0, MOST_SECONDS, off=True))
     placement: str = choice("round_robin", *PLACEMENTS)
     max_staleness: int | None = option(None, *between(0, MOST_TASKS))
+    features: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, (list, tuple)):
             self.devices = ",".join(map(str, self.devices))
         self.devices = "" if self.devices is None else str(self.devices)
+        if isinstance(self.features, (list, tuple)):
+            self.features = ",".join(map(str, self.features))
         if self.outer is None:
             self.outer = Outer()
 
@@ -177,6 +182,11 @@ class StrategyConfig:
         if self.virtual_cpus:
             return [f"CPU:{i}" for i in range(self.virtual_cpus)]
         return [name.strip() for name in self.devices.split(",") if name.strip()]
+
+    @property
+    def own_features(self) -> list[str]:
+        """The names in `features`."""
+        return [name.strip() for name in self.features.split(",") if name.strip()]
 
     @property
     def sync_intervals(self) -> list[tuple[int, int]]:
@@ -239,6 +249,13 @@ class StrategyConfig:
             yield f"strategy.shard_optimizer is for mirrored and multi_worker_mirrored. Received: strategy {self.name}; leave it out."
         if self.weights_dtype == "bfloat16" and not self.shard_optimizer:
             yield "strategy.weights_dtype=bfloat16 needs strategy.shard_optimizer=True, with which workers send weights; set it, or leave both out."
+        for name in self.own_features:
+            try:
+                registry.check_findable("feature", name)
+            except ConfigError as e:
+                yield from e.faults
+        if self.features and self.traits.asynchronous:
+            yield f"strategy.features are for strategies whose replicas train in step. Received: strategy {self.name}; leave it out."
         yield from self._local_steps_faults()
         yield from self._batch_shares_faults()
         if self.max_staleness is not None and not self.traits.asynchronous:

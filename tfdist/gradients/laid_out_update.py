@@ -12,10 +12,32 @@ from tfdist.aliases import Gradient, Variables
 from tfdist.collectives.communicator import Communicator
 from tfdist.compat import keras_internals, laid_out
 from tfdist.errors import ConfigError
+from tfdist.feature import Feature
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.sharded_update import elementwise_fault
 from tfdist.runtime.log import logger
 from tfdist.strategy import Strategy
+
+
+class ModelParallel(Feature):
+    """The weights of a mesh of workers: optimizers update this worker's pieces."""
+
+    after = ("gradient_sums",)
+    splits_state = True
+
+    @classmethod
+    def asks(cls, strategy: Strategy) -> bool:
+        return strategy.mesh is not None
+
+    def needs_update(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> bool:
+        return True
+
+    def attach(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> None:
+        update_pieces(optimizer, self.strategy)
+
+    def sum_over_pieces(self, value: tf.Tensor) -> tf.Tensor:
+        summed: tf.Tensor = self.strategy.mesh.sum_in_group(value)
+        return summed
 
 
 def update_pieces(optimizer: keras.optimizers.Optimizer, strategy: Strategy) -> None:

@@ -32,7 +32,7 @@ from tfdist.sharding.layouts import Grid, Layout
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 # What the strategy of a data group takes over from the strategy of all workers.
-_INHERITED = (*("config", "traits", "cluster_task", "transport", "transport_reason", "unlike_processors"),)
+_INHERITED = (*("traits", "cluster_task", "transport", "transport_reason", "unlike_processors"),)
 _ENDED = re.compile(r"rank (\d+) has ended")  # the text of a transport's error
 _PUBLISHED_WITHIN = 2.0  # seconds in which a worker that has ended may have published that its program has finished
 
@@ -200,6 +200,7 @@ def split(world: Any, distribution: Any) -> MultiWorkerMirroredStrategy:
     ranks = GroupRanks(group, members.index(rank), [str(tasks[member]) for member in members])
     everyone = GroupRanks(world.communicator, rank, list(map(str, tasks)))
     data.mesh = Mesh(grid, rank, keras_distribution.layout_map(distribution), everyone, group, ranks)
+    data.configure(world.config)
     return data
 
 
