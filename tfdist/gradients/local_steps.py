@@ -22,6 +22,7 @@ from tfdist.compression.base import NONE, Compressor
 from tfdist.errors import ConfigError
 from tfdist.gradients.reduction import Reduction
 from tfdist.layers.table import is_own
+from tfdist.replicas import declared_weights
 from tfdist.strategy import Strategy
 
 _ATTRIBUTE = "local_steps"  # of the optimizer: TensorFlow tracks it, so that backups hold its variables
@@ -31,6 +32,8 @@ class LocalSteps(tf.Module):
     """The weights of a worker that steps alone, and their exchange with the other workers. It assumes one device per worker.
 
     Attributes:
+        weights: The variables of the optimizer; then the weights that steps assign and no optimizer has (see `average_assigned`).
+        averaged: The ids of the weights to which an exchange applies no outer optimizer; None if no trace has found them yet.
         hidden: For each weight the value that the model does not hold: the anchor while steps run, else this worker's own weight.
         velocity: For each weight the momentum of the outer optimizer, equal on all workers; empty without momentum.
         steps: The number of this worker's steps since the last exchange, equal on all workers.
@@ -66,7 +69,9 @@ class LocalSteps(tf.Module):
         self.examples = self._variable(0, tf.float64, is_own=True)
         self.exchanges = self._variable(0, tf.int64)
         self.skipped = self._variable(0, tf.float64)
-        self.reduction = Reduction(compressor or NONE, variables)
+        self._reduction_with = lambda more: Reduction(compressor or NONE, [*variables, *more])
+        self.reduction = self._reduction_with([])
+        self.averaged: frozenset[int] | None = None
         self._exchange_now = tf.function(self._exchange, autograph=False)
         strategy.statistics.add_local(self)
 
@@ -81,6 +86,12 @@ class LocalSteps(tf.Module):
             return tf.Variable(
                 tf.cast(value, dtype), trainable=False, synchronization=synchronization, aggregation=aggregation
             )
+
+    def add(self, variables: Variables) -> None:
+        """Adds weights that the optimizer does not have, before the first step."""
+        self.weights += [variable.value for variable in variables]
+        self.hidden += [self._variable(variable.value, variable.value.dtype, is_own=True) for variable in variables]
+        self.reduction = self._reduction_with(variables)
 
     def show(self, anchor: bool) -> None:
         """Makes the model hold the anchor, or this worker's own weights. Not a collective."""
@@ -140,7 +151,10 @@ class LocalSteps(tf.Module):
 
         def move() -> tf.Tensor:
             for index, anchor in enumerate(anchors):
-                anchor.assign_sub(self._outer.learning_rate * self._with_momentum(index, moves[index]))
+                step = moves[index]
+                if id(self.weights[index]) not in (self.averaged or ()):
+                    step = self._outer.learning_rate * self._with_momentum(index, step)
+                anchor.assign_sub(step)
             return tf.constant(True)
 
         # If a worker's weights are not finite, all return to the anchor.
@@ -208,6 +222,31 @@ def check(model: keras.Model) -> None:
             raise ConfigError(
                 "sync_every and the optimizer's use_ema exclude each other (yet): each worker would average other weights. Leave one out."
             )
+
+
+def knows_assigned(model: keras.Model) -> bool:
+    """Returns whether `average_assigned` was called for a model's optimizers."""
+    return any(local.averaged is not None for local in of_model(model))
+
+
+def average_assigned(model: keras.Model, assigned: Variables) -> None:
+    """Makes exchanges average the weights that a model's step assigns and no optimizer updates, such as those of a mean teacher.
+
+    Statistics are averaged where they are read, and weights with a declared aggregation after each step.
+    """
+    values = {id(variable.value): variable for variable in assigned if _is_plain(variable.value)}
+    held = {id(weight) for local in of_model(model) for weight in local.weights}
+    for local in of_model(model):
+        local.averaged = frozenset(values)
+        new = values.keys() - held
+        if new:
+            local.add([variable for key, variable in values.items() if key in new])
+        held |= new
+
+
+def _is_plain(value: tf.Variable) -> bool:
+    is_declared = value.aggregation != tf.VariableAggregation.NONE or declared_weights.declared(value) is not None
+    return value.dtype.is_floating and not is_declared
 
 
 def of_optimizer(optimizer: keras.optimizers.Optimizer) -> LocalSteps | None:
