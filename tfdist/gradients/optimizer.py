@@ -440,15 +440,16 @@ def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
     update = update_of(getattr(optimizer, "inner_optimizer", optimizer))
     if update is None:
         return None
-    if update.of_weights:
-        return None if update.of_weights.compressor == NONE else update.of_weights
-    return update.reduction
+    if not update.exchange:
+        return update.reduction
+    reduction: Reduction = update.exchange.reduction
+    return None if reduction.compressor == NONE else reduction
 
 
 def get_compressor(optimizer: keras.optimizers.Optimizer) -> Compressor | None:
     """Returns the compressor of an optimizer's gradients, also before `build`; None without one."""
     update = update_of(getattr(optimizer, "inner_optimizer", optimizer))
-    if update is None or not update.of_weights:
+    if update is None or not update.exchange:
         return None if update is None else update.compressor
     reduction = get_reduction(optimizer)
     return reduction.compressor if reduction else None
