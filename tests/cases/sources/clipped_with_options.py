@@ -1,0 +1,100 @@
+"""Steps that clip their gradients, with accumulation, split slots, loss scales and executions of several steps."""
+
+import contextlib
+
+import keras
+import numpy as np
+import tensorflow as tf
+
+from tests.cases.arms import MIRRORED, WORKERS
+from tests.cases.case import case
+from tests.cases.sources.used_gradients import RATE, Step, X, Y, changed, gradient, trained
+
+SHIFTED = (np.concatenate([X, X / 2, -X]), np.concatenate([Y, Y / 4, Y]))  # three batches, of unlike gradients
+
+
+def clipped_slopes():
+    """Returns a function for each batch of `SHIFTED`, which returns the clipped gradient at a weight."""
+
+    def of(x, y):
+        return lambda w: float(np.clip(gradient(w, x, y), -9, 9))
+
+    return [of(*batch) for batch in zip(*(np.split(each, 3) for each in SHIFTED), strict=True)]
+
+
+def limited(grads):
+    return tf.clip_by_global_norm(grads, 9.0)[0]
+
+
+@contextlib.contextmanager
+def split(world):
+    world.trainer.strategy.shard_optimizer = True
+    try:
+        yield
+    finally:
+        world.trainer.strategy.shard_optimizer = False
+
+
+def with_momentum(epochs, momentum):
+    w, velocity = 1.0, 0.0
+    for slope in clipped_slopes() * epochs:
+        velocity = momentum * velocity - RATE * slope(w)
+        w += velocity
+    return w
+
+
+def accumulating():
+    return keras.optimizers.SGD(RATE, gradient_accumulation_steps=2)
+
+
+@case(MIRRORED, WORKERS, full=(MIRRORED,))
+def clipped_gradients_of_several_steps_are_accumulated(world):
+    """Also where slots are split, so that each worker updates its pieces."""
+    pairs, w = {}, 1.0
+    parts = clipped_slopes() * 2
+    for first, second in zip(parts[::2], parts[1::2], strict=True):
+        w -= RATE * (first(w) + second(w)) / 2
+    for name, context in (("whole", contextlib.nullcontext()), ("split", split(world))):
+        with context:
+            pairs[name] = trained(world, changed(limited), epochs=2, optimizer=accumulating, data=SHIFTED)[0], w
+    return pairs
+
+
+@case(MIRRORED, WORKERS, full=True)
+def clipped_gradients_update_split_slots(world):
+    with split(world):
+        found = trained(world, changed(limited), momentum=0.75, epochs=2, data=SHIFTED)[0]
+    return {"weight": (found, with_momentum(2, 0.75))}
+
+
+@case(MIRRORED, WORKERS, full=True)
+def clipped_gradients_in_executions_of_several_steps(world):
+    found = trained(world, changed(limited), momentum=0.75, epochs=2, data=SHIFTED, steps_per_execution=3)[0]
+    return {"weight": (found, with_momentum(2, 0.75))}
+
+
+class Scaled(Step):
+    """A step that clips the gradients of a scaled loss, and so clips them by a limit that is scaled, too."""
+
+    def _gradients(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((tf.cast(self(x, training=True), tf.float32) - y) ** 2)
+            scaled = self.optimizer.scale_loss(loss)
+        return tape.gradient(scaled, self.trainable_variables), loss
+
+    change = staticmethod(lambda grads: tf.clip_by_global_norm(grads, 16.0)[0])
+
+
+@case(MIRRORED, WORKERS, full=(WORKERS,))
+def clipped_gradients_of_a_scaled_loss(world):
+    def optimizer():
+        return keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(RATE), initial_scale=8.0)
+
+    pairs = {"float32": (trained(world, Scaled, epochs=2, optimizer=optimizer)[0], 1 + 2 * RATE * 2)}
+    keras.config.set_dtype_policy("mixed_float16")
+    try:
+        pairs["mixed"] = trained(world, Scaled, epochs=2, optimizer=optimizer)[0], 1 + 2 * RATE * 2
+    finally:
+        keras.config.set_dtype_policy("float32")
+    return pairs
