@@ -8,7 +8,9 @@ import tensorflow as tf
 
 from tests.cases.arms import MIRRORED, WORKERS
 from tests.cases.case import case
+from tests.cases.sources import split_tables
 from tests.cases.sources.used_gradients import RATE, Step, X, Y, changed, gradient, trained
+from tfdist.layers import Embedding
 
 SHIFTED = (np.concatenate([X, X / 2, -X]), np.concatenate([Y, Y / 4, Y]))  # three batches, of unlike gradients
 
@@ -98,3 +100,31 @@ def clipped_gradients_of_a_scaled_loss(world):
     finally:
         keras.config.set_dtype_policy("float32")
     return pairs
+
+
+class LogsKernel(Step):
+    """A step that logs the norm of its last gradient."""
+
+    def train_step(self, data):
+        grads, _ = self._gradients(data)
+        self.optimizer.apply(grads, self.trainable_variables)
+        return {"norm": tf.norm(grads[-1])}
+
+
+@case(WORKERS, full=True)
+def gradients_of_rows_on_workers_count_once_beside_a_logged_norm(world):
+    """The table's gradient is summed where its rows are."""
+    ids, y, table = split_tables.IDS[:4], split_tables.Y[:4, :1], split_tables.TABLE
+    with world.scope():
+        entry = keras.Input((4,), dtype="int32")
+        layer = Embedding(split_tables.ROWS, split_tables.COLUMNS, shards=2, weights=table)
+        rows = split_tables.Sum()(layer(entry))
+        model = LogsKernel(entry, keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")(rows))
+        model.compile(keras.optimizers.SGD(RATE))
+    norm = model.fit(ids, y, batch_size=4, verbose=0).history["norm"]
+    sums = table[ids].sum(1).astype("float64")
+    slope = 2 * (sums.sum(1, keepdims=True) - y) / len(y)
+    grad = np.zeros(table.shape)
+    np.add.at(grad, ids, np.repeat(slope[:, None] * np.ones((1, 1, table.shape[1])), 4, 1))
+    ((part, found),) = layer.table.own_rows(range(split_tables.ROWS))
+    return {"rows": (found, (table - RATE * grad)[part]), "norm": (norm, [np.linalg.norm(sums.T @ slope)])}
