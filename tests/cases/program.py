@@ -32,6 +32,7 @@ if arm.pieces:
     distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
     keras.distribution.set_distribution(distribution)
 strategy = tfdist.Trainer(arm.strategy, **options).strategy
+keras.distribution.set_distribution(None)  # the Trainers of the cases take the strategy
 
 from tests.cases import case as case_lib  # noqa: E402 (the strategy comes first)
 

@@ -83,6 +83,13 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"shard_optimizer": True, "layer": "shards"}, r"2 shards, which shard_optimizer=True does not support"),
     ({"sync_every": 2, "use_ema": True}, r"sync_every and the optimizer's use_ema exclude each other"),
     ({"sync_every": 2, "layer": "shards"}, r"sync_every needs each worker to hold all weights, .*table"),
+    *(
+        (
+            {"strategy": name, "layer": "shards", "step": "clips"},
+            r"uses the gradient of .*only the gradient of the rows",
+        )
+        for name in ("workers", "two_each", "grpc")
+    ),
     ({"layer": "large embedding", "row_updates": "lazy", "use_ema": True}, r"row_updates='lazy' .*use_ema"),
     ({"layer": "large embedding", "row_updates": "lazy", "optimizer": "AdamW"}, r"row_updates='lazy' .*weight_decay"),
 ]
@@ -218,7 +225,7 @@ class Alone:
             self._sums = []
             self.weights = [self._updated(*each) for each in zip(self._rules, self.weights, means, strict=True)]
         if self._row["use_ema"]:
-            keep = 0.75 if self.averages else 0.0
+            keep = 0.75 if self._steps > every else 0.0  # until the first update Keras keeps no average
             pairs = zip(self.averages or self.weights, self.weights, strict=True)
             self.averages = [keep * average + (1 - keep) * weight for average, weight in pairs]
 
