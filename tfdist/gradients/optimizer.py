@@ -141,12 +141,13 @@ class _ReduceThenApply:
         if step.tapes is not None:
             step.tapes.check_summed_once(grads)
         if step.tapes is not None and step.tapes.sums:
+            step.tapes.check_tables()
             grads, variables = list(grads), self._variables(trainable_variables)
             local = step.tapes.unsummed(grads)
             own = [grads[index] for index in local]
             summed = sum_in_step(step, own, [variables[index] for index in local], self._iterations()) if local else []
             totals = dict(zip(local, summed, strict=True))
-            grads = [totals.get(index, grad) for index, grad in enumerate(grads)]
+            grads = step.tapes.original_rows([totals.get(index, grad) for index, grad in enumerate(grads)])
             step.is_applying = True
             try:
                 return self._reduce(grads, trainable_variables, are_sums=True)

@@ -215,6 +215,9 @@ class AccumulatingUpdate:
         call = strategy.extended.call_for_each_replica
         # TensorFlow's all-reduce works within a replica. Gradients of an optimizer that overrides `apply` were reduced at each step.
         is_summed = self.accumulates and not self.trains_alone
+        if self.sharded and not is_summed:  # a step that uses its gradients has accumulated sums
+            self._step_across(strategy, call(self._shares, args=(grads, variables)), variables)
+            return
         if not is_summed or not (self.reduction or self.sharded or uses_bucketed_all_reduce(strategy)):
             call(self._update, args=(grads, variables))
             return
