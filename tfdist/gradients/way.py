@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, ClassVar, TypeAlias
+from typing import Any, TypeAlias
 
 import tensorflow as tf
 
@@ -19,10 +19,12 @@ class Batch:
     Attributes:
         grads: The gradients: dense, the rows of a table (`IndexedSlices`), or None. Across replicas each has a value for each replica.
         variables: Their variables.
+        finite: Whether the gradients of all replicas are finite, if a stage has found out; else None.
     """
 
     grads: Sequence[Gradient]
     variables: Sequence[Any]
+    finite: tf.Tensor | None = None
 
     def of(self, grads: Sequence[Gradient]) -> Batch:
         """Returns other gradients of the same variables."""
@@ -32,7 +34,7 @@ class Batch:
     def present(self) -> Batch:
         """The gradients that are not None."""
         pairs = [(grad, var) for grad, var in zip(self.grads, self.variables, strict=True) if grad is not None]
-        return Batch([grad for grad, _ in pairs], [variable for _, variable in pairs])
+        return Batch([grad for grad, _ in pairs], [variable for _, variable in pairs], self.finite)
 
 
 Rest: TypeAlias = Callable[[Batch], None]
@@ -45,7 +47,7 @@ class Stage:
         across: Whether the stage runs in cross-replica context; else on each replica.
     """
 
-    across: ClassVar[bool] = False
+    across: bool = False
 
     def __call__(self, batch: Batch, rest: Rest) -> None:
         """Passes a batch on."""
@@ -62,24 +64,33 @@ class Each(Stage):
         rest(batch.of(self._function(batch.grads, batch.variables)))
 
 
-def run(stages: Sequence[Stage], batch: Batch) -> None:
+class End(Stage):
+    """The last stage: a function of gradients and their variables, on each replica."""
+
+    def __init__(self, function: Callable[[Sequence[Gradient], Sequence[Any]], None]):
+        self._function = function
+
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        self._function(batch.grads, batch.variables)
+
+
+def run(stages: Sequence[Stage], batch: Batch, switches: bool = True) -> None:
     """Runs stages one after the other, each in its context. A stage across replicas gets no gradients that are None, nor do those after it.
 
-    Call it within a replica or in cross-replica context. If all gradients are None, stages across replicas are left out.
+    Call it within a replica or in cross-replica context. If all gradients are None, stages across replicas are left out. Without `switches`
+    all stages run in the context of the call.
     """
     if not stages:
         return
     stage, *others = stages
-    rest = functools.partial(run, others)
+    rest = functools.partial(run, others, switches=switches)
     context = tf.distribute.get_replica_context()
-    if stage.across == (context is None):
+    if not switches or stage.across == (context is None):
         stage(batch, rest)
     elif context is None:
-        # Not the replicas' values of None, which are no distributed values.
         strategy = tf.distribute.get_strategy()
         strategy.extended.call_for_each_replica(lambda grads: stage(batch.of(grads), rest), args=(list(batch.grads),))
-    elif present := batch.present.grads:
-        variables = batch.present.variables
-        context.merge_call(lambda _, grads: stage(Batch(grads, variables), rest), args=(list(present),))
+    elif (present := batch.present).grads:
+        context.merge_call(lambda _, grads: stage(present.of(grads), rest), args=(list(present.grads),))
     else:
         rest(batch)
