@@ -19,7 +19,7 @@ ROWS = [
     {"runtime"},
     {"runtime.end"},
     {"runtime.report"},
-    {"runtime.folders", "sharding", "verify.settings"},
+    {"config.relations", "runtime.folders", "sharding", "verify.settings"},
     {"cluster", "compat", "config"},
     {"strategy"},
     {"cluster.resolvers", "collectives", "data", "engine", "launch", "replicas"},

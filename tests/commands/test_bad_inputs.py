@@ -171,14 +171,14 @@ ROWS += [
     train(WORKERS, "strategy.sync_every=-5", words=("strategy.sync_every must be a number of updates, or a list",)),
     train(WORKERS, "strategy.sync_every=5,5:0", words=("strategy.sync_every must be a number of updates, or a list",)),
     train(WORKERS, f"strategy.sync_every={10**30}", words=("strategy.sync_every must be a number of updates",)),
-    train(*SERVERS, "strategy.sync_every=5", words=("strategy.sync_every is for multi_worker_mirrored",)),
+    train(*SERVERS, "strategy.sync_every=5", words=("strategy.sync_every is not possible with parameter_server",)),
     train("strategy.outer=sgd", words=("this is a group of fields; set one of them",)),
     train(WORKERS, "strategy.sync_every=5", "strategy.outer.momentum=nan", words=("outer.momentum must be 0 to 1",)),
     train(
         WORKERS, "strategy.sync_every=5", "strategy.outer.learning_rate=-1", words=("learning_rate must be 0 to 10",)
     ),
     train(WORKERS, "strategy.outer.beta=1", words=("unknown config field 'beta'. Known: learning_rate, momentum",)),
-    train(*SERVERS, "strategy.shard_optimizer=1", words=("shard_optimizer is for mirrored and multi_worker_mirrored",)),
+    train(*SERVERS, "strategy.shard_optimizer=1", words=("shard_optimizer is not possible with parameter_server",)),
     train(WORKERS, "strategy.shard_optimizer=2", words=("expected true or false. Received: '2'",)),
     train(WORKERS, "strategy.weights_dtype=bf16", words=("strategy.weights_dtype 'bf16'; did you mean 'bfloat16'?",)),
     train(*SERVERS, "strategy.max_staleness=-1", words=("strategy.max_staleness must be 0 to 10000",)),

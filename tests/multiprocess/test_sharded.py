@@ -31,7 +31,7 @@ ERRORS = {
     "checkpoint_of_the_chief": "ModelCheckpoint writes a model whose state is in parts on the workers",
     "lamb": "Lamb is not known to update each element independently",
     "own_update": "OwnUpdate is not known to update each element independently",
-    "swapped_averages": "keras.callbacks.SwapEMAWeights cannot read them",
+    "swapped_averages": "the callback SwapEMAWeights is not possible with strategy.shard_optimizer",
 }
 WORKERS, DEVICES = "multi_worker_mirrored", "mirrored:2"
 TRAININGS = [

@@ -10,15 +10,15 @@ import typing
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from tfdist.config import callbacks, registry
+from tfdist.config import callbacks, registry, relations
 from tfdist.config.cluster import WorkerRange, worker_range
 from tfdist.config.constraints import value_faults
 from tfdist.config.optimizer import accumulation_fault
 from tfdist.config.options import unknown_field
-from tfdist.config.strategy import MAX_VIRTUAL_CPUS, SHARES_NEED_A_CLOCK, StrategyConfig
+from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
-from tfdist.config.train import NAN_POLICIES, TrainConfig, default_options
-from tfdist.errors import ConfigError, format_value, unknown_name_message
+from tfdist.config.train import TrainConfig, default_options
+from tfdist.errors import ConfigError, format_value
 
 _GROUPS = ("strategy", "optimizer", "schedule", "compression")  # groups with rules between their fields
 _BASE_OF_TASKS = "tfdist.tasks.base"  # a method inherited from there counts as missing
@@ -100,7 +100,7 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     replicas = 0
     if traits:
         replicas = _known_replicas(config.strategy, traits, tasks)
-        yield from _strategy_faults(config, traits, typed)
+        yield from _run_faults(config, traits, typed, valid)
         if valid("strategy") and tasks:
             yield from config.strategy.replicas_faults(tasks)
         if typed("cluster"):
@@ -122,26 +122,33 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
         yield from _callback_faults(config)
 
 
-def _strategy_faults(config: TrainConfig, traits: StrategyTraits, typed: Callable[..., bool]) -> Iterator[str]:
-    """Yields the errors of fields that the strategy does not support."""
-    name = config.strategy.name
+def _run_faults(
+    config: TrainConfig, traits: StrategyTraits, typed: Callable[..., bool], valid: Callable[..., bool]
+) -> Iterator[str]:
+    """Yields the errors of fields that exclude each other, or that the strategy does not support."""
+    optimizer = config.optimizer.arguments() if typed("optimizer") else {}
+    names = [name for name, _ in callbacks.parse(config.callbacks)] if valid("callbacks") else []
     scaling = config.learning_rate_scaling
-    if typed("learning_rate_scaling") and scaling in ("linear", "sqrt") and traits.asynchronous:
-        yield (
-            f"learning_rate_scaling {scaling!r} is not possible under {name}, where "
-            "each step runs on one worker; use none."
-        )
-    if typed("compression") and config.compression.name != "none" and not traits.compresses:
-        yield (
-            f"compression {config.compression.name!r} is not possible under {name} (yet); use strategy "
-            "multi_worker_mirrored or mirrored, or compression.name=none."
-        )
-    if typed("deterministic") and config.deterministic and config.strategy.batch_shares == "by_speed":
-        yield SHARES_NEED_A_CLOCK
-    if typed("nan_policy") and config.nan_policy in NAN_POLICIES:
-        yield from nan_policy_faults(config.nan_policy, name, traits)
-    if typed("jit_compile", "precision", "optimizer"):
-        yield from _refused_option_faults(config, traits)
+    fields = {
+        "learning_rate_scaling": (f"learning_rate_scaling {scaling!r}", scaling in ("linear", "sqrt")),
+        "skip_steps": ("", config.nan_policy == "skip"),
+        "deterministic": ("", typed("deterministic") and config.deterministic),
+        "jit_compile": ("jit_compile", typed("jit_compile") and config.jit_compile),
+        "mixed_float16": ("precision mixed_float16", config.precision == "mixed_float16"),
+        "use_ema": ("optimizer.use_ema", optimizer.get("use_ema")),
+        "gradient_accumulation_steps": (
+            "optimizer.gradient_accumulation_steps",
+            optimizer.get("gradient_accumulation_steps"),
+        ),
+        "SwapEMAWeights": ("", "SwapEMAWeights" in names),
+    }
+    asked = relations.present(fields)
+    if typed("compression") and config.compression.name != "none":
+        asked["compression"] = f"compression {config.compression.name!r}"
+    strategy = config.strategy.features()
+    known = {*relations.faults(strategy)}  # which the strategy's own check reports
+    yield from (fault for fault in relations.faults(strategy | asked) if fault not in known)
+    yield from relations.refusals(asked, config.strategy.name, traits.refuses)
 
 
 def _batch_faults(config: TrainConfig, replicas: int) -> Iterator[str]:
@@ -197,11 +204,6 @@ def _callback_faults(config: TrainConfig) -> Iterator[str]:
         and not config.optimizer.arguments().get("use_ema")
     ):
         yield "callbacks: SwapEMAWeights needs optimizer.use_ema, but it is False; set it to True, or remove the callback."
-    if "SwapEMAWeights" in names and config.strategy.shard_optimizer:
-        yield (
-            "callbacks: SwapEMAWeights is not possible with strategy.shard_optimizer, which splits the averages; remove the callback (the "
-            "weights are the averages after the training), or set shard_optimizer to False."
-        )
     if "RemoteMonitor" in names and not importlib.util.find_spec("requests"):
         yield "callbacks: RemoteMonitor needs the package requests, which is not installed; install it, or remove the callback."
 
@@ -355,30 +357,3 @@ def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
     if faults:
         raise ConfigError(faults)
     return global_batch_size // num_replicas
-
-
-def nan_policy_faults(policy: str, strategy: str, traits: StrategyTraits | None) -> Iterator[str]:
-    """Yields an error for a NaN policy that is unknown, or impossible under the strategy, whose traits may be unknown (None)."""
-    if policy not in NAN_POLICIES:
-        yield unknown_name_message("nan_policy", policy, NAN_POLICIES)
-    elif policy == "skip" and traits and traits.asynchronous:
-        yield (
-            f"nan_policy 'skip' is not possible under {strategy}, whose workers update variables that are on other machines; use "
-            "'stop', which looks at the loss, or 'ignore'."
-        )
-
-
-def _refused_option_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
-    optimizer = config.optimizer.arguments()
-    asked = {
-        "jit_compile": ("jit_compile", config.jit_compile),
-        "mixed_float16": ("precision mixed_float16", config.precision == "mixed_float16"),
-        "use_ema": ("optimizer.use_ema", optimizer.get("use_ema")),
-        "gradient_accumulation_steps": (
-            "optimizer.gradient_accumulation_steps",
-            optimizer.get("gradient_accumulation_steps"),
-        ),
-    }
-    for option, (field, is_set) in asked.items():
-        if is_set and option in traits.refuses:
-            yield f"{field} is not possible under {config.strategy.name}, {traits.refuses[option]}."

@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from tfdist.aliases import Variables
 from tfdist.collectives.communicator import communicator_for
-from tfdist.compat import keras_internals, optimizer_search
+from tfdist.compat import features, keras_internals, optimizer_search
 from tfdist.compat.tf_internals import regroup
 from tfdist.compression.base import NONE, Compressor
-from tfdist.errors import ConfigError
+from tfdist.config import relations
 from tfdist.gradients.reduction import Reduction
 from tfdist.layers.table import is_own
 from tfdist.strategy import Strategy
@@ -181,10 +181,7 @@ def install(
 
     def create(variables: Variables) -> None:
         if any(map(is_own, variables)):
-            raise ConfigError(
-                "sync_every needs each worker to hold all weights, and this model has a table whose rows the workers hold: give "
-                "tfdist.layers.Embedding shards=1, or leave sync_every out."
-            )
+            relations.check(("worker_table", "sync_every"))
         setattr(leaf, _ATTRIBUTE, LocalSteps(leaf, strategy, compressor, own_skipped, variables))
 
     def build(original: Callable[..., None], variables: Variables) -> None:
@@ -198,16 +195,7 @@ def install(
 
 def check(model: keras.Model) -> None:
     """Raises ConfigError if a worker cannot train a model alone."""
-    if any(getattr(layer, "synchronized", False) for layer in keras_internals.layers(model)):
-        raise ConfigError(
-            "sync_every and BatchNormalization(synchronized=True) exclude each other: the layer would exchange moments at each step. Leave "
-            "synchronized out; moving statistics are averaged anyway."
-        )
-    for optimizer in optimizer_search.optimizers(model):
-        if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
-            raise ConfigError(
-                "sync_every and the optimizer's use_ema exclude each other (yet): each worker would average other weights. Leave one out."
-            )
+    relations.check({"sync_every": "", **features.of_model(model)}, "sync_every")
 
 
 def of_optimizer(optimizer: keras.optimizers.Optimizer) -> LocalSteps | None:
