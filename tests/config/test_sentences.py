@@ -84,7 +84,7 @@ cluster.ps=-1 -> cluster.ps must be 0 to 10000. Received: -1.
 cluster.ps=1 -> 'one_device' has no parameter servers, but cluster.ps is 1
 cluster.evaluator=2 -> cluster.evaluator must be 0 or 1. Received: 2.
 cluster.warm=2 -> cluster.warm must be 0 or 1. Received: 2.
-cluster.evaluator=1 & backup.save_freq=never -> but backup.save_freq is 'never'
+cluster.evaluator=1 & backup.save_freq=never -> cluster.evaluator is not possible with backup.save_freq=never, because it evaluates backups
 cluster.evaluator=1 & task=synthetic -> task 'synthetic' has no method eval_data; add
 strategy.name=parameter_server -> needs a parameter server: use --config.cluster.ps=1 or more
 strategy.name=mirrored & strategy.placement=by_byte -> did you mean 'by_bytes'?

@@ -163,7 +163,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
         if outside:
             yield _OUTSIDE.format(kind, outside[0])
     yield from relations.faults({"several_replicas": "", **asked})
-    yield from relations.refusals(asked, strategy.config.name, strategy.traits.refuses)
+    yield from relations.strategy_faults(asked, strategy.config.name, strategy.traits.refuses)
 
 
 def _parameter_server_faults(model: keras.Model) -> Iterator[str]:

@@ -47,6 +47,11 @@ FEATURES = {
     "skip_steps": "nan_policy 'skip'",
     "jit_compile": "jit_compile=True",
     "run_eagerly": "run_eagerly=True",
+    "no_backups": "backup.save_freq=never",
+    "evaluator": "cluster.evaluator",
+    "elastic": "a range of cluster.workers",
+    "ray": "cluster.ray",
+    "ps": "cluster.ps",
     "SwapEMAWeights": "the callback SwapEMAWeights",
     # Optimizers
     "mixed_float16": "mixed_float16 (a LossScaleOptimizer)",
@@ -91,12 +96,13 @@ class Relation(NamedTuple):
     reason: str
     remedy: str
 
-    def sentence(self, names: Mapping[str, str]) -> str:
+    def text(self, names: Mapping[str, str]) -> str:
         """Returns the error for users. `names` has other names than `FEATURES`, such as one with the value received."""
         one, other = (names.get(key) or FEATURES[key] for key in (self.one, self.other))
         return f"{one} is not possible with {other}, {self.reason}; {self.remedy}."
 
 
+_SAVE = "use --config.backup.save_freq=epoch or a number of steps"
 _LEAVE_ONE = "leave one of them out"
 _LEAVE_OUT = "leave it out"
 _NOT_ALONE = "whose workers do not wait for each other"
@@ -143,6 +149,29 @@ RELATIONS = (
         "parameter_server",
         "whose workers update variables that are on other machines",
         "use 'stop', which looks at the loss, or 'ignore'",
+    ),
+    # Options of a cluster
+    Relation(
+        "evaluator",
+        "no_backups",
+        "because it evaluates backups",
+        f"{_SAVE}, or leave cluster.evaluator at 0",
+    ),
+    Relation("elastic", "no_backups", "because it continues from backups", _SAVE),
+    Relation(
+        "elastic",
+        "devices",
+        "which fixes the number of replicas of each worker",
+        "use --config.strategy.replicas=N, the number of replicas of all workers, instead",
+    ),
+    Relation(
+        "elastic",
+        "parameter_server",
+        "where a lost worker starts again alone, and the others train on",
+        "give one number, and max_restarts",
+    ),
+    Relation(
+        "ray", "ps", "because Ray starts synchronous workers", "leave cluster.ray empty, or leave cluster.ps at 0"
     ),
     # Options of a strategy, and each other
     Relation(
@@ -372,7 +401,7 @@ def faults(asked: Collection[str], of: str = "") -> Iterator[str]:
     for relation in RELATIONS:
         pair = {relation.one, relation.other}
         if pair <= {*asked} and (not of or of in pair):
-            yield relation.sentence(names)
+            yield relation.text(names)
 
 
 def check(asked: Collection[str], of: str = "") -> None:
@@ -382,7 +411,7 @@ def check(asked: Collection[str], of: str = "") -> None:
         raise ConfigError(known)
 
 
-def refusals(asked: Mapping[str, str], strategy: str, refuses: Mapping[str, str]) -> Iterator[str]:
+def strategy_faults(asked: Mapping[str, str], strategy: str, refuses: Mapping[str, str]) -> Iterator[str]:
     """Yields the sentence of every feature asked for that a strategy of your own refuses (`StrategyTraits.refuses`)."""
     for key, end in refuses.items():
         if key in asked:

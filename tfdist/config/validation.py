@@ -100,11 +100,11 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     replicas = 0
     if traits:
         replicas = _known_replicas(config.strategy, traits, tasks)
-        yield from _run_faults(config, traits, typed, valid)
         if valid("strategy") and tasks:
             yield from config.strategy.replicas_faults(tasks)
         if typed("cluster"):
             yield from _workers_faults(config, traits, asked, workers is not None)
+    yield from _run_faults(config, traits, bool(asked and asked.is_elastic and workers is None), typed, valid)
     if valid("global_batch_size", "per_replica_batch_size"):
         yield from _batch_faults(config, replicas)
     if typed("optimizer", "epochs", "steps_per_epoch"):
@@ -123,9 +123,13 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
 
 
 def _run_faults(
-    config: TrainConfig, traits: StrategyTraits, typed: Callable[..., bool], valid: Callable[..., bool]
+    config: TrainConfig,
+    traits: StrategyTraits | None,
+    is_elastic: bool,
+    typed: Callable[..., bool],
+    valid: Callable[..., bool],
 ) -> Iterator[str]:
-    """Yields the errors of fields that exclude each other, or that the strategy does not support."""
+    """Yields the errors of fields that exclude each other, or that the strategy, if it is known, does not support."""
     optimizer = config.optimizer.arguments() if typed("optimizer") else {}
     names = [name for name, _ in callbacks.parse(config.callbacks)] if valid("callbacks") else []
     scaling = config.learning_rate_scaling
@@ -142,13 +146,21 @@ def _run_faults(
         ),
         "SwapEMAWeights": ("", "SwapEMAWeights" in names),
     }
+    if typed("compression"):
+        fields["compression"] = (f"compression {config.compression.name!r}", config.compression.name != "none")
+    if typed("cluster"):
+        fields["evaluator"] = ("", config.cluster.evaluator > 0)
+        fields["elastic"] = (f"cluster.workers={config.cluster.workers}", is_elastic)
+        fields["ray"] = ("", config.cluster.ray)
+        fields["ps"] = ("", config.cluster.ps > 0)
+    if typed("backup"):
+        fields["no_backups"] = ("", config.backup.save_freq == "never")
     asked = relations.present(fields)
-    if typed("compression") and config.compression.name != "none":
-        asked["compression"] = f"compression {config.compression.name!r}"
-    strategy = config.strategy.features()
+    strategy = config.strategy.features() if traits else {}
     known = {*relations.faults(strategy)}  # which the strategy's own check reports
     yield from (fault for fault in relations.faults(strategy | asked) if fault not in known)
-    yield from relations.refusals(asked, config.strategy.name, traits.refuses)
+    if traits:
+        yield from relations.strategy_faults(asked, config.strategy.name, traits.refuses)
 
 
 def _batch_faults(config: TrainConfig, replicas: int) -> Iterator[str]:
@@ -261,9 +273,6 @@ def _full_name(kind: type) -> str:
 def _workers_faults(
     config: TrainConfig, traits: StrategyTraits, workers: WorkerRange | None, in_cluster: bool
 ) -> Iterator[str]:
-    if workers and workers.is_elastic and not in_cluster:
-        yield from _elastic_faults(config, traits)
-    yield from _ray_faults(config)
     if traits.asynchronous:
         if config.cluster.ps == 0 and not in_cluster:
             yield f"strategy {config.strategy.name!r} needs a parameter server: use --config.cluster.ps=1 or more. Received: 0."
@@ -279,38 +288,9 @@ def _workers_faults(
         )
 
 
-def _ray_faults(config: TrainConfig) -> Iterator[str]:
-    if config.cluster.ray and config.cluster.ps:
-        yield "cluster.ray starts synchronous workers; leave cluster.ray empty, or leave cluster.ps at 0."
-
-
-def _elastic_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
-    asked = f"cluster.workers={config.cluster.workers}"
-    if traits.asynchronous:
-        yield (
-            f"{asked} is for synchronous workers; under {config.strategy.name!r} a lost worker starts again alone, and the others train on: "
-            "give one number, and max_restarts."
-        )
-        return
-    if config.backup.save_freq == "never":
-        yield (
-            f"{asked} continues from backups, but backup.save_freq is 'never'; use --config.backup.save_freq=epoch or a number of steps."
-        )
-    if config.strategy.devices:
-        yield (
-            f"{asked} changes each worker's number of replicas, which strategy.devices fixes; use --config.strategy.replicas=N, the number "
-            "of replicas of all workers, instead."
-        )
-
-
 def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
     if config.cluster.evaluator < 1:
         return
-    if config.backup.save_freq == "never":
-        yield (
-            "cluster.evaluator evaluates backups, but backup.save_freq is 'never'; use --config.backup.save_freq=epoch or a "
-            "number of steps, or leave cluster.evaluator at 0."
-        )
     if not _has_eval_data(config):
         yield (
             f"cluster.evaluator needs validation data, but task {config.task!r} has no method eval_data; add one, or leave "
