@@ -128,7 +128,7 @@ def test_an_own_train_step_cannot_be_compiled(trainer):
     with trainer.scope():
         model = Own([keras.Input((3,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(ConfigError, match=r"the one of Own may do more .* jit_compile=False"):
+    with pytest.raises(ConfigError, match=r"with the train_step of Own, .* it may do more .* jit_compile=False"):
         trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
 
 

@@ -51,7 +51,7 @@ def of_model(model: keras.Model) -> dict[str, str]:
             not keras_internals.is_keras_method(model, "compute_metrics"),
         ),
         "function_step": (
-            f"the train_step of {own}, a tf.function",
+            f"the train_step of {own} (a tf.function)",
             isinstance(step, tf.types.experimental.PolymorphicFunction),
         ),
         "float8": ("", any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables)),
