@@ -18,6 +18,7 @@ _HOMES = {
     "BackupError": "errors",
     "ClusterError": "errors",
     "DataError": "errors",
+    "Feature": "feature",
     "ClusterSpec": "cluster",
     "CompressionConfig": "config",
     "ConfigError": "errors",
@@ -47,6 +48,7 @@ __all__ = [
     "CompressionConfig",
     "ConfigError",
     "DataError",
+    "Feature",
     "Outer",
     "StrategyConfig",
     "Task",
@@ -69,6 +71,7 @@ if TYPE_CHECKING:
     from tfdist.cluster.resolvers.discovery import find_cluster
     from tfdist.config import CompressionConfig, Outer, StrategyConfig, TrainConfig
     from tfdist.errors import BackupError, ClusterError, ConfigError, DataError
+    from tfdist.feature import Feature
     from tfdist.gradients.optimizer import distribute_optimizer
     from tfdist.runtime.report.phase import slow
     from tfdist.step.totals import total

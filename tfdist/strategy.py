@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, cast
 from tfdist.aliases import Data, Function, Structure
 from tfdist.cluster.spec import ClusterSpec, ClusterTask
 from tfdist.config import StrategyConfig, StrategyTraits
+from tfdist.feature import Feature
 
 if TYPE_CHECKING:
     import keras
@@ -63,6 +64,7 @@ class Strategy(Protocol):
 
     Attributes:
         config: The options with which `create_strategy` created the strategy, the only place of their values. Read-only.
+        features: The features that they ask for, in order.
         traits: The traits that other packages test instead of the strategy's type.
         cluster: The cluster of `parameter_server`, for which this process is the chief; else None.
         cluster_task: The cluster and this process's task in it, if the replicas are in several processes; else None.
@@ -87,6 +89,7 @@ class Strategy(Protocol):
     """
 
     config: StrategyConfig
+    features: Sequence[Feature]
     traits: StrategyTraits
     cluster: ClusterSpec | None
     cluster_task: ClusterTask | None
@@ -106,6 +109,10 @@ class Strategy(Protocol):
     batch_record: Any
     executions: int
 
+    @property
+    def trains_alone(self) -> bool: ...
+    @property
+    def splits_state(self) -> bool: ...
     @property
     def statistics(self) -> Statistics: ...
     @property
@@ -140,6 +147,12 @@ class Strategy(Protocol):
 
     def decorrelate_random_numbers(self) -> None:
         """Lets this replica's next random numbers differ from the other replicas'."""
+
+    def configure(self, config: StrategyConfig) -> None:
+        """Sets the options, and creates the features that they ask for."""
+
+    def sum_over_pieces(self, value: Any) -> Any:
+        """Returns the sum of a value over the workers that hold other pieces of the model than this one. A collective."""
 
     # Of tf.distribute.Strategy.
     def scope(self) -> contextlib.AbstractContextManager[Any]: ...

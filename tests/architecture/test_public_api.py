@@ -18,6 +18,7 @@ PUBLIC = {
         "CompressionConfig",
         "ConfigError",
         "DataError",
+        "Feature",
         "Outer",
         "StrategyConfig",
         "Task",

@@ -374,7 +374,7 @@ FIELDS = """
 task task_options.filters task_options.dropout task_options.label_smoothing
 strategy.name strategy.devices strategy.replicas strategy.transport strategy.bucket_bytes strategy.shard_optimizer strategy.weights_dtype
 strategy.row_updates strategy.sync_every strategy.outer.learning_rate strategy.outer.momentum strategy.outer.nesterov strategy.batch_shares strategy.gather_loss_bytes
-strategy.timeout_seconds strategy.placement strategy.max_staleness
+strategy.timeout_seconds strategy.placement strategy.max_staleness strategy.features
 cluster.workers cluster.ps cluster.evaluator cluster.source cluster.hosts cluster.ps_hosts cluster.hostfile cluster.task cluster.warm cluster.join_seconds
 cluster.ray cluster.cpus_per_worker cluster.gpus_per_worker
 global_batch_size per_replica_batch_size epochs steps_per_epoch validation_freq callbacks initial_weights seed deterministic

@@ -59,7 +59,7 @@ def test_an_error_has_the_names_of_the_user():
 
 @pytest.mark.parametrize("name", STRATEGIES)
 def test_the_defaults_of_a_strategy_exclude_nothing(name):
-    assert not [*relations.faults(StrategyConfig(name).features())]
+    assert not [*relations.faults(StrategyConfig(name).asked())]
 
 
 def test_a_configuration_names_all_its_pairs():

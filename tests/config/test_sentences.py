@@ -62,6 +62,7 @@ strategy.name=multi_worker_mirrored & strategy.sync_every=5 & strategy.shard_opt
 strategy.name=mirrored & strategy.batch_shares=by_speed -> strategy.batch_shares=by_speed is not possible with mirrored, because it is for multi_worker_mirrored
 strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & strategy.devices=2 -> strategy.batch_shares=by_speed is not possible with strategy.devices='2', because a worker
 strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & deterministic=True -> strategy.batch_shares=by_speed is not possible with deterministic operations, because TensorFlow
+strategy.name=parameter_server & strategy.features=json:F & cluster.workers=2 & cluster.ps=1 -> strategy.features is not possible with parameter_server, whose workers do not wait
 strategy.outer.momentum=0.9 -> strategy.outer is not possible with strategy.sync_every=0, because it needs the number of updates between two
 strategy.name=multi_worker_mirrored & strategy.sync_every=10,5 -> strategy.sync_every must be a number of updates, or a list such as 10,1000:50
 strategy.name=multi_worker_mirrored & strategy.sync_every=10,100:5,50:6 -> strategy.sync_every: the updates before the colons must rise

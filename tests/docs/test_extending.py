@@ -125,6 +125,41 @@ def trained(example):
     return trainer.fit(model, data, epochs=8, steps_per_epoch=steps, callbacks=[slowest], verbose=0), slowest
 
 
+def test_the_feature_shows_the_norm_of_the_reduced_gradient(example):
+    import keras
+
+    from tfdist import Trainer
+
+    rng = np.random.default_rng(0)
+    x, y = rng.normal(size=(12, 3)).astype("float32"), rng.normal(size=(12, 1)).astype("float32")
+    name = f"{example('gradient_norm.py').__name__}:GradientNorm"
+    trainer = Trainer("mirrored", devices=2, features=name)
+    with trainer.scope():
+        model = keras.Sequential([keras.Input((3,)), keras.layers.Dense(1, use_bias=False)])
+        model.compile(keras.optimizers.SGD(0.1, global_clipnorm=0.01), "mse", metrics=["mae"])
+    weights = model.get_weights()[0].astype(float)
+    norms = []
+    for rows in (slice(0, 4), slice(4, 8), slice(8, 12)) * 2:
+        grad = 2 * x[rows].T @ (x[rows] @ weights - y[rows]) / 4
+        norms.append(np.linalg.norm(grad))
+        weights -= 0.1 * grad * min(1, 0.01 / norms[-1])
+    history = model.fit(x, y, batch_size=4, epochs=2, shuffle=False, verbose=0).history
+    np.testing.assert_allclose(history["gradient_norm"], norms[2::3], rtol=1e-5)
+    assert history.keys() == {"loss", "mae", "gradient_norm"}  # and those of the model are as without it
+    np.testing.assert_allclose(model.get_weights()[0], weights, rtol=1e-5)
+
+
+def test_an_object_that_is_no_feature_is_refused(example):
+    from tfdist import ConfigError, create_strategy
+
+    with pytest.raises(
+        ConfigError, match=r"strategy.features must name subclasses of tfdist.Feature. Received: .*circle"
+    ):
+        create_strategy("mirrored", features=f"{example('circle.py').__name__}:Circle")
+    with pytest.raises(ConfigError, match=r"The module of feature 'no_such.module:X' cannot be found"):
+        create_strategy("mirrored", features="no_such.module:X")
+
+
 def test_the_task_learns_under_the_strategy(trained):
     loss = trained[0].history["loss"]
     assert loss[-1] < 0.95 * loss[0]

@@ -11,7 +11,7 @@ from tests.helpers import tiers
 from tests.monitoring.test_tensorboard import curves
 from tfdist.compression import ErrorFeedback, TopK
 from tfdist.errors import ConfigError
-from tfdist.gradients.optimizer import skipped_updates
+from tfdist.gradients.finite_updates import skipped_updates
 
 RATE, MOMENTUM, BATCH, STEPS = 0.05, 0.9, 4, 8
 rng = np.random.default_rng(0)

@@ -11,6 +11,7 @@ import tensorflow as tf
 
 import tfdist
 from tests.helpers import tiers
+from tests.helpers.options import options_set
 from tests.step.test_loss_divisors import (
     BATCH,
     RATE,
@@ -92,12 +93,12 @@ def test_a_number_of_datasets_of_functions_sees_the_batches_of_all_replicas(trai
         ),
     ],
 )
-def test_where_the_batch_is_not_gathered_the_mean_is_trained_and_said(trainer, monkeypatch, limit, compiled, why):
-    monkeypatch.setattr(trainer.strategy, "gather_loss_bytes", limit)
+def test_where_the_batch_is_not_gathered_the_mean_is_trained_and_said(trainer, limit, compiled, why):
     with trainer.scope():
         model = linear()
         model.compile(keras.optimizers.SGD(0.0), total, **compiled)
-    with pytest.warns(UserWarning, match=f"The loss total returns one number .*: {why}") as said:
+    warned = pytest.warns(UserWarning, match=f"The loss total returns one number .*: {why}")
+    with options_set(trainer.strategy, gather_loss_bytes=limit), warned as said:
         history = trainer.fit(model, X[:16], Y[:16], batch_size=16, epochs=2, verbose=0).history
     assert len([each for each in said if "The loss total" in str(each.message)]) == 1
     assert history["loss"] == pytest.approx([float(total(Y[:16], model(X[:16]))) / 2] * 2, rel=1e-5)

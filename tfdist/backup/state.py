@@ -52,8 +52,8 @@ class TrainingState:
             for optimizer in optimizer_search.optimizers(model)
             for v in piece_optimizer.state_variables(optimizer)
         }
-        # With `sync_every` each worker's optimizer has its own slots.
-        own_slots = slots if self._strategy.config.sync_intervals else set()
+        # The optimizer of a worker that trains alone has its own slots.
+        own_slots = slots if self._strategy.trains_alone else set()
         self._per_replica = {
             name
             for name, variable in self._variables.items()
@@ -119,7 +119,7 @@ class TrainingState:
             rest = {
                 "callbacks": callback_states,
                 "synchronized": self._statistics.synchronized,
-                "batch_shares": self._strategy.batch_shares and self._strategy.batch_shares.state(),
+                "features": {feature.name: feature.state() for feature in self._strategy.features},
                 "logs": _to_json(logs, "logs", arrays),
             }
             own |= {_ARRAY + name: tf.convert_to_tensor(array) for name, array in arrays.items()}
@@ -160,8 +160,10 @@ class TrainingState:
             if name in rest["callbacks"]:
                 self._ignored |= set_callback_state(callback, _from_json(rest["callbacks"][name], arrays))
         self._statistics.synchronized = rest["synchronized"]
-        if self._strategy.batch_shares:
-            self._strategy.batch_shares.restore(rest.get("batch_shares"))
+        # Backups of earlier versions hold the state of the only feature with one under its name.
+        states = rest.get("features", rest)
+        for feature in self._strategy.features:
+            feature.restore(states.get(feature.name))
         return _from_json(rest["logs"], arrays)
 
     def _by_replica(self, name: str, values: Iterable[tf.Tensor]) -> dict[str, tf.Tensor]:

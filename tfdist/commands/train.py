@@ -229,7 +229,6 @@ def train(
 
     from tfdist.backup.callback import BackupAndRestore
     from tfdist.gradients.configured_optimizer import build_optimizer
-    from tfdist.gradients.optimizer import optimizer_bytes, skipped_updates
     from tfdist.monitoring import goodput, network, summary, throughput
     from tfdist.training import configured, task_checks
     from tfdist.training.trainer import Trainer
@@ -304,13 +303,8 @@ def train(
 
     results.wire_bytes = summary.wire_bytes_per_step(model, trainer.compression, trainer.num_replicas, sent)
     results.counters = trainer.server_report(model)
-    if trainer.strategy.batch_shares:
-        results.counters["batch_shares"] = [round(each, 4) for each in trainer.strategy.batch_shares.fractions]
-    if config.strategy.shard_optimizer:
-        workers = range(len(trainer.cluster.training_tasks())) if trainer.cluster else range(1)
-        results.counters["optimizer_bytes"] = [optimizer_bytes(model, worker) for worker in workers]
-    if config.nan_policy == "skip":
-        results.counters["skipped_updates"] = sum(int(number.numpy()) for number in skipped_updates(model))
+    for feature in trainer.strategy.features:
+        results.counters |= feature.summary(model, trainer.strategy.num_workers)
     epochs = len(results.history.epoch)
     if epochs < config.epochs and model.stop_training:
         stopped = [type(callback).__name__ for callback in callbacks if getattr(callback, "stopped_epoch", 0)]

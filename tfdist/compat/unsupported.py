@@ -12,7 +12,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Data
-from tfdist.compat import features, keras_internals, keras_loops
+from tfdist.compat import keras_internals, keras_loops, model_features
 from tfdist.compat.optimizer_search import optimizers
 from tfdist.config import relations
 from tfdist.errors import ConfigError
@@ -146,7 +146,7 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
                 f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
                 "`with trainer.scope():`, or give its name."
             )
-    asked = {strategy.config.name: "", **features.of_model(model)}
+    asked = {strategy.config.name: "", **model_features.of_model(model)}
     if strategy.traits.asynchronous:
         yield from _parameter_server_faults(model)
         yield from relations.faults({"parameter_server": strategy.config.name, **asked}, "parameter_server")

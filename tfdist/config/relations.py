@@ -29,6 +29,7 @@ FEATURES = {
     "outer": "strategy.outer",
     "batch_shares": "strategy.batch_shares=by_speed",
     "max_staleness": "strategy.max_staleness",
+    "features": "strategy.features",
     "lazy_rows": "strategy.row_updates=lazy",
     # Strategies and devices
     "not_workers": "a strategy other than multi_worker_mirrored",
@@ -138,6 +139,7 @@ RELATIONS = (
         "because tfdist does not sum the gradients there (yet)",
         "use strategy multi_worker_mirrored or mirrored, or no compression",
     ),
+    Relation("features", "parameter_server", _NOT_ALONE, _LEAVE_OUT),
     Relation(
         "learning_rate_scaling",
         "parameter_server",

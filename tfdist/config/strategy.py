@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from tfdist.config import relations
+from tfdist.config import registry, relations
 from tfdist.config.constraints import MOST_SECONDS, MOST_TASKS, between, choice, option, parsed
 from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits, find_traits
 from tfdist.errors import ConfigError, format_value, truncate, unknown_name_message
@@ -119,6 +119,7 @@ class StrategyConfig:
             `"by_bytes"`, the server with the fewest bytes.
         max_staleness: The limit, under `parameter_server`, of the updates that other workers apply between a step's read of the
             weights and its own update: workers wait before they begin a step (docs/parameter-servers.md). None means no limit.
+        features: Your own features, as `"package.module:Class"`, separated by commas, or a list of names (docs/extending.md).
         timeout_seconds: Seconds that tasks wait for a task that is slow. They name it, with its line, in a warning after 60 s (or 5 times the
             longest step). At the limit the job ends or restarts as after a loss; earlier, after a third of the limit, if the task neither
             computes nor reads nor writes files. The building of a model, a first execution, saving and evaluating have 10 times the
@@ -145,11 +146,14 @@ class StrategyConfig:
     timeout_seconds: float | None = option(None, *between(0, MOST_SECONDS, off=True))
     placement: str = choice("round_robin", *PLACEMENTS)
     max_staleness: int | None = option(None, *between(0, MOST_TASKS))
+    features: str = ""
 
     def __post_init__(self) -> None:
         if isinstance(self.devices, (list, tuple)):
             self.devices = ",".join(map(str, self.devices))
         self.devices = "" if self.devices is None else str(self.devices)
+        if isinstance(self.features, (list, tuple)):
+            self.features = ",".join(map(str, self.features))
         if self.outer is None:
             self.outer = Outer()
 
@@ -172,6 +176,11 @@ class StrategyConfig:
         if self.virtual_cpus:
             return [f"CPU:{i}" for i in range(self.virtual_cpus)]
         return [name.strip() for name in self.devices.split(",") if name.strip()]
+
+    @property
+    def own_features(self) -> list[str]:
+        """The names in `features`."""
+        return [name.strip() for name in self.features.split(",") if name.strip()]
 
     @property
     def sync_intervals(self) -> list[tuple[int, int]]:
@@ -223,7 +232,12 @@ class StrategyConfig:
         except ConfigError as e:
             yield from e.faults
             return
-        yield from relations.faults(self.features())
+        for name in self.own_features:
+            try:
+                registry.check_findable("feature", name)
+            except ConfigError as e:
+                yield from e.faults
+        yield from relations.faults(self.asked())
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {truncate(self.devices)}."
         elif self.devices and not self.virtual_cpus and devices != "own":
@@ -238,7 +252,7 @@ class StrategyConfig:
         if devices == "one" and len(self.device_names) > 1:
             yield f"strategy {self.name} takes one device. Received: {format_value(self.devices)}; use strategy.name=mirrored for several."
 
-    def features(self) -> dict[str, str]:
+    def asked(self) -> dict[str, str]:
         """Returns the features that the options ask for, by their keys in `relations.py`, with the names that an error has for them."""
         traits = self.traits
         devices = f"strategy.devices={format_value(self.devices)}"
@@ -248,7 +262,7 @@ class StrategyConfig:
         except ConfigError:  # the field's own check reports it
             intervals, sums_each_step = [], False
         own_transport = self.transport in TRANSPORTS and self.transport not in TENSORFLOW_TRANSPORTS
-        asked = {
+        options = {
             "transport": (f"strategy.transport={self.transport}", own_transport and self.name in STRATEGIES),
             "devices": (devices, self.devices),
             "replicas": (f"strategy.replicas={self.replicas}", self.replicas > 0),
@@ -260,6 +274,7 @@ class StrategyConfig:
             "every_step": ("", sums_each_step),
             "outer": ("", self.outer != Outer()),
             "batch_shares": ("", self.batch_shares == "by_speed"),
+            "features": ("", self.features),
             "max_staleness": ("", self.max_staleness is not None),
             "not_workers": (self.name, not (traits.several_processes and traits.mirrors)),
             "not_mirrors": (self.name, not traits.mirrors),
@@ -268,7 +283,7 @@ class StrategyConfig:
             "all_devices": (self.name, traits.devices == "none"),
             "parameter_server": (self.name, traits.asynchronous),
         }
-        return {self.name: "", **relations.present(asked)}
+        return {self.name: "", **relations.present(options)}
 
 
 def _replicas_of_environment() -> int:

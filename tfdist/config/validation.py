@@ -156,7 +156,7 @@ def _run_faults(
     if typed("backup"):
         fields["no_backups"] = ("", config.backup.save_freq == "never")
     asked = relations.present(fields)
-    strategy = config.strategy.features() if traits else {}
+    strategy = config.strategy.asked() if traits else {}
     known = {*relations.faults(strategy)}  # which the strategy's own check reports
     yield from (fault for fault in relations.faults(strategy | asked) if fault not in known)
     if traits:

@@ -10,11 +10,33 @@ import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
 from tfdist.collectives.communicator import Communicator
-from tfdist.compat import features, keras_internals, laid_out
+from tfdist.compat import keras_internals, laid_out, model_features
 from tfdist.config import relations
+from tfdist.feature import Feature
 from tfdist.gradients import gradient_lists
 from tfdist.runtime.log import logger
 from tfdist.strategy import Strategy
+
+
+class ModelParallel(Feature):
+    """The weights of a mesh of workers: optimizers update this worker's pieces."""
+
+    after = ("gradient_sums",)
+    splits_state = True
+
+    @classmethod
+    def asks(cls, strategy: Strategy) -> bool:
+        return strategy.mesh is not None
+
+    def needs_update(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> bool:
+        return True
+
+    def attach(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> None:
+        update_pieces(optimizer, self.strategy)
+
+    def sum_over_pieces(self, value: tf.Tensor) -> tf.Tensor:
+        summed: tf.Tensor = self.strategy.mesh.sum_in_group(value)
+        return summed
 
 
 def update_pieces(optimizer: keras.optimizers.Optimizer, strategy: Strategy) -> None:
@@ -26,7 +48,7 @@ def update_pieces(optimizer: keras.optimizers.Optimizer, strategy: Strategy) -> 
     update: Any = keras_internals.update_method(optimizer)
     if isinstance(getattr(update, "clip_pieces", None), _Clip):
         return
-    asked = {"mesh": "", **features.of_optimizer(optimizer)}
+    asked = {"mesh": "", **model_features.of_optimizer(optimizer)}
     if optimizer.built:
         asked["built_optimizer"] = f"the optimizer {type(optimizer).__name__}, which was built before"
     relations.check(asked, "mesh")

@@ -14,17 +14,62 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfdist.aliases import Variables
+from tfdist.aliases import Structure, Variables
 from tfdist.collectives.communicator import communicator_for
-from tfdist.compat import features, keras_internals, optimizer_search
+from tfdist.compat import keras_internals, model_features, optimizer_search
 from tfdist.compat.tf_internals import regroup
 from tfdist.compression.base import NONE, Compressor
 from tfdist.config import relations
+from tfdist.feature import Feature, RunningStep
+from tfdist.gradients.optimizer import update_of
 from tfdist.gradients.reduction import Reduction
 from tfdist.layers.table import is_own
+from tfdist.replicas import batch_splitting
 from tfdist.strategy import Strategy
 
 _ATTRIBUTE = "local_steps"  # of the optimizer: TensorFlow tracks it, so that backups hold its variables
+
+
+class LocalTraining(Feature):
+    """`sync_every`: each worker trains alone, and exchanges its weights by `LocalSteps`."""
+
+    after = ("gradient_sums",)
+    trains_alone = True
+
+    @classmethod
+    def asks(cls, strategy: Strategy) -> bool:
+        return bool(strategy.config.sync_intervals)
+
+    def attach_model(self, model: keras.Model, engine: Any) -> None:
+        relations.check({"sync_every": "", **model_features.of_model(model)}, "sync_every")
+
+    def needs_update(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> bool:
+        return True
+
+    def attach(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> None:
+        leaf = getattr(optimizer, "inner_optimizer", optimizer)
+        if not hasattr(leaf, _ATTRIBUTE):
+            install(leaf, self.strategy, engine.compressor)
+
+    def execute(self, execution: Any, run: Callable[[], Structure]) -> Structure:
+        if execution.trains:
+            for local in of_model(execution.model):
+                local.show(anchor=False)
+        return run()
+
+    def step(self, step: RunningStep, run: Callable[[], None]) -> None:
+        run()
+        if step.trains:
+            for local in of_model(step.model):
+                local.after_step(self._examples(step))
+
+    def _examples(self, step: RunningStep) -> tf.Tensor | int:
+        """Returns the number of examples of this worker, which has one replica; 1 if batches have no axis of examples."""
+        local = self.strategy.experimental_local_results
+        if step.counts is not None:
+            return local(step.counts)[0][0, 0]
+        examples = batch_splitting.examples(tf.nest.map_structure(lambda value: local(value)[0], step.data))
+        return 1 if examples is None else examples
 
 
 class LocalSteps(tf.Module):
@@ -170,19 +215,20 @@ class LocalSteps(tf.Module):
         return self._strategy.experimental_local_results(variable)[0]
 
 
-def install(
-    optimizer: keras.optimizers.Optimizer,
-    strategy: Strategy,
-    compressor: Compressor | None,
-    own_skipped: Callable[[], tf.Variable | None],
-) -> None:
-    """Creates the `LocalSteps` of an optimizer once it is built. `own_skipped` returns the count of the updates that this worker skips."""
-    leaf = getattr(optimizer, "inner_optimizer", optimizer)
+def install(leaf: keras.optimizers.Optimizer, strategy: Strategy, compressor: Compressor | None) -> None:
+    """Creates the `LocalSteps` of a distributed optimizer, which no other one wraps, once it is built."""
+    update: Any = update_of(leaf)
+    setattr(leaf, _ATTRIBUTE, None)
+
+    def own_skipped() -> tf.Variable | None:
+        return update.finite.skipped if update.finite else None
 
     def create(variables: Variables) -> None:
         if any(map(is_own, variables)):
             relations.check(("worker_table", "sync_every"))
-        setattr(leaf, _ATTRIBUTE, LocalSteps(leaf, strategy, compressor, own_skipped, variables))
+        local = LocalSteps(leaf, strategy, compressor, own_skipped, variables)
+        update.of_weights = local.reduction
+        setattr(leaf, _ATTRIBUTE, local)
 
     def build(original: Callable[..., None], variables: Variables) -> None:
         original(variables)
@@ -191,11 +237,6 @@ def install(
     if leaf.built:
         create(keras_internals.trainable_variables(leaf))
     leaf.build = functools.partial(build, leaf.build)
-
-
-def check(model: keras.Model) -> None:
-    """Raises ConfigError if a worker cannot train a model alone."""
-    relations.check({"sync_every": "", **features.of_model(model)}, "sync_every")
 
 
 def of_optimizer(optimizer: keras.optimizers.Optimizer) -> LocalSteps | None:

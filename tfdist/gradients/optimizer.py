@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import warnings
 from collections.abc import Callable, Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -18,20 +19,20 @@ from tfdist import compression as compression_lib
 from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import check_compresses
 from tfdist.collectives.own_time import own_time_of
-from tfdist.compat import keras_internals, laid_out, optimizer_search, piece_optimizer, tf_internals, unsupported
+from tfdist.compat import keras_internals, laid_out, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import NONE, Compressor
 from tfdist.config import CompressionConfig
 from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
-from tfdist.gradients import gradient_lists, local_steps, worker_tables
+from tfdist.feature import Feature
+from tfdist.gradients import gradient_lists, worker_tables
+from tfdist.gradients.conditions import cond_of
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
 from tfdist.gradients.sharded_update import ShardedUpdate
 from tfdist.gradients.tape_sums import GradientsUsedError
-from tfdist.gradients.update import AccumulatingUpdate, FiniteUpdates, cond_of
+from tfdist.gradients.update import AccumulatingUpdate, deduplicate_rows_before_update
 from tfdist.replicas import step_context
 from tfdist.replicas.step_context import StepContext
-from tfdist.sharding.split_slot import SplitSlot
-from tfdist.strategy import Strategy
 
 
 def distribute_optimizer(
@@ -92,7 +93,7 @@ def distribute_optimizer(
         _warn_if_adaptive(leaf, compressor)
         update.compressor = compressor
         if leaf.built:
-            _create_compression_state(leaf, update, update.variables)
+            create_compression_state(leaf, update, update.variables)
         leaf.build = functools.partial(_build_with_compression, leaf.build, leaf, update)
     keras_internals.replace_reduction(leaf, list)  # Keras would reduce again, in its update
     if scaled:
@@ -101,6 +102,22 @@ def distribute_optimizer(
     optimizer.apply = _ReduceThenApply(optimizer, update)
     optimizer.scale_loss = functools.partial(_scale_and_weigh_loss, optimizer.scale_loss, optimizer)
     return optimizer
+
+
+class GradientSums(Feature):
+    """The sum of gradients over all replicas, before optimizers use them."""
+
+    def attach(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> None:
+        several = self.strategy.num_replicas_in_sync > 1
+        leaf = getattr(optimizer, "inner_optimizer", optimizer)
+        # Keras overwrites weights by their averages in a condition, in which one replica may not call `merge_call` either.
+        overwrites = leaf.use_ema and leaf.ema_overwrite_frequency
+        asked = any(feature.needs_update(model, optimizer, engine) for feature in self.strategy.features)
+        if several or asked or overwrites or worker_tables.clips(leaf, model.trainable_variables):
+            compressor = engine.compressor if several and not self.strategy.trains_alone else None
+            distribute_optimizer(optimizer, compressor, clip_after_reduce=True)
+        else:
+            deduplicate_rows_before_update(optimizer)
 
 
 class _ReduceThenApply:
@@ -182,7 +199,7 @@ class _ReduceThenApply:
             elif context and scattering:
                 if self._merge(context, functools.partial(self._scattered, scattering), grads, trainable_variables):
                     return
-            elif self._update.is_local:
+            elif self._update.trains_alone:
                 pass
             elif not (context and self._update.reduction):
                 summed = functools.partial(_summed, context, variables=variables, step=self._iterations())
@@ -232,8 +249,8 @@ class _ReduceThenApply:
             raise ConfigError(unsupported.UNBUILT.format(type(self._optimizer).__name__))
         if self._update.compressor:
             kind = "that compresses"
-        elif self._update.is_local:
-            kind = "with sync_every"
+        elif self._update.trains_alone:
+            kind = "of a worker that trains alone (sync_every)"
         elif tf.executing_eagerly():
             return
         elif self._update.scaled:
@@ -394,10 +411,10 @@ def _build_with_compression(
 ) -> None:
     """Replaces `build` of an optimizer with a compressor; also creates the compression state."""
     build(variables)
-    _create_compression_state(optimizer, update, variables)
+    create_compression_state(optimizer, update, variables)
 
 
-def _create_compression_state(
+def create_compression_state(
     optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate, variables: Variables
 ) -> None:
     """Creates the compressor's state beside the optimizer's: TensorFlow tracks it, so that checkpoints and backups hold its variables."""
@@ -420,76 +437,24 @@ def _warn_if_adaptive(optimizer: keras.optimizers.Optimizer, compressor: Compres
 
 def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
     """Returns the compressed reduction of an optimizer's gradients; None before `build`, or without a compressor."""
-    local = local_steps.of_optimizer(optimizer)
-    if local:
-        return None if local.reduction.compressor == NONE else local.reduction
-    update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
-    return None if update is None else update.reduction
+    update = update_of(getattr(optimizer, "inner_optimizer", optimizer))
+    if update is None:
+        return None
+    if update.of_weights:
+        return None if update.of_weights.compressor == NONE else update.of_weights
+    return update.reduction
 
 
 def get_compressor(optimizer: keras.optimizers.Optimizer) -> Compressor | None:
     """Returns the compressor of an optimizer's gradients, also before `build`; None without one."""
-    if local_steps.of_optimizer(optimizer):
-        reduction = get_reduction(optimizer)
-        return reduction.compressor if reduction else None
-    update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
-    return None if update is None else update.compressor
+    update = update_of(getattr(optimizer, "inner_optimizer", optimizer))
+    if update is None or not update.of_weights:
+        return None if update is None else update.compressor
+    reduction = get_reduction(optimizer)
+    return reduction.compressor if reduction else None
 
 
-def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Makes a distributed optimizer skip updates with non-finite gradients; a `LossScaleOptimizer` does so itself."""
-    update = _update_of(optimizer)
-    if update is not None and not update.scaled and update.finite is None:
-        update.finite = FiniteUpdates(strategy)
-
-
-def train_locally(optimizer: keras.optimizers.Optimizer, strategy: Strategy, compressor: Compressor | None) -> None:
-    """Makes a distributed optimizer step alone on each worker, which exchanges its weights by `LocalSteps`, in place."""
-    update = _update_of(getattr(optimizer, "inner_optimizer", optimizer))
-    if update is not None and not update.is_local:
-        update.is_local = True
-        local_steps.install(optimizer, strategy, compressor, lambda: update.finite.skipped if update.finite else None)
-
-
-def shard(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
-    """Splits the slots of a distributed optimizer over the processes of a strategy, in place."""
-    leaf = getattr(optimizer, "inner_optimizer", optimizer)
-    update = _update_of(leaf)
-    if update is None or update.sharded:
-        return
-    sharded = update.sharded = ShardedUpdate(leaf, strategy)
-
-    def build(variables: Variables) -> None:
-        sharded.build(variables)
-        _create_compression_state(leaf, update, variables)
-
-    leaf.build = build
-    keras_internals.replace_overwrite(leaf, sharded.overwrite)
-    piece_optimizer.save_whole(leaf)
-    piece_optimizer.save_whole(optimizer)
-    if leaf.built:
-        sharded.split()
-
-
-def skipped_updates(model: keras.Model) -> list[tf.Variable]:
-    """Returns the counts of updates that this process has skipped, one for each optimizer with `skip_non_finite`."""
-    updates = map(_update_of, optimizer_search.optimizers(model))
-    return [update.finite.skipped for update in updates if update is not None and update.finite]
-
-
-def optimizer_bytes(model: keras.Model, process: int) -> int:
-    """Returns the bytes of the variables of a model's optimizers on a process, on each of its devices; split slots are there once."""
-    total = 0
-    for optimizer in optimizer_search.optimizers(model):
-        for variable in piece_optimizer.state_variables(optimizer):
-            elements = tf.TensorShape(variable.shape).num_elements()
-            if isinstance(variable, SplitSlot):
-                elements = variable.pieces.ranges[process].length
-            total += elements * tf.as_dtype(variable.dtype).size
-    return total
-
-
-def _update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | None:
+def update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | None:
     """Returns the `AccumulatingUpdate` that `distribute_optimizer` installed in an optimizer, or None."""
     update = keras_internals.update_method(optimizer)
     return update if isinstance(update, AccumulatingUpdate) else None

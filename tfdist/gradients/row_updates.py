@@ -11,14 +11,31 @@ A gradient is sparse here only if no accumulator has made it dense. The pieces o
 
 from __future__ import annotations
 
+from typing import Any
+
 import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient
-from tfdist.compat import features, keras_internals, row_optimizer
+from tfdist.compat import keras_internals, model_features, row_optimizer
 from tfdist.config import relations
+from tfdist.feature import Feature
+from tfdist.layers import row_lookups
 from tfdist.layers.table import MIN_ROWS, table_of
 from tfdist.replicas.random_seeds import UpdateSeeds
+
+
+class RowUpdates(Feature):
+    """Large tables whose steps read, and update, the rows of a batch alone."""
+
+    after = ("gradient_sums", "model_parallel")
+
+    def attach_model(self, model: keras.Model, engine: Any) -> None:
+        if self.strategy.mesh is None:
+            row_lookups.look_up_rows(model)
+
+    def attach(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> None:
+        install(optimizer, self.strategy.config.row_updates)
 
 
 class RowUpdate:
@@ -49,7 +66,7 @@ class RowUpdate:
             return False
         asked = {
             "lazy_rows": f"row_updates='lazy' of {variable.name} with {variable.shape[0]} rows",
-            **features.of_optimizer(self._optimizer),
+            **model_features.of_optimizer(self._optimizer),
         }
         if keras_internals.decays_weight(self._optimizer, variable):
             asked["weight_decay"] = f"weight_decay of the optimizer {type(self._optimizer).__name__}"

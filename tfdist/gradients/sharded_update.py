@@ -19,7 +19,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
 from tfdist.collectives.communicator import DeviceCommunicator, communicator_for
-from tfdist.compat import features, keras_internals, piece_optimizer
+from tfdist.compat import keras_internals, model_features, piece_optimizer
 from tfdist.compat.piece_optimizer import Piece
 from tfdist.compression.base import NONE
 from tfdist.compression.buckets import assign_buckets
@@ -30,7 +30,7 @@ from tfdist.runtime.log import logger
 from tfdist.sharding import pieces as pieces_lib
 from tfdist.sharding.pieces import Pieces
 
-ELEMENTWISE = features.ELEMENTWISE
+ELEMENTWISE = model_features.ELEMENTWISE
 # A variable is cut at multiples of a CPU's largest vector: Eigen rounds rsqrt differently in elements that do not fill a vector.
 _ALIGNMENT = 32
 _FLAG_LANE = -4  # a lane that no bucket uses
@@ -41,7 +41,7 @@ class ShardedUpdate:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy):
         self._group = communicator_for(strategy)
-        asked = {"shard_optimizer": "", **features.of_optimizer(optimizer)}
+        asked = {"shard_optimizer": "", **model_features.of_optimizer(optimizer)}
         if isinstance(self._group, DeviceCommunicator):
             asked["gpus_of_workers"] = ""
         relations.check(asked, "shard_optimizer")

@@ -16,9 +16,9 @@ from tfdist.collectives.communicator import communicator_for
 from tfdist.collectives.requests import AllReduce, RankContext
 from tfdist.compat import keras_internals
 from tfdist.compression.base import Compressor
-from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists, worker_tables
+from tfdist.gradients.conditions import cond_of
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, uses_bucketed_all_reduce
 from tfdist.gradients.sharded_update import ELEMENTWISE, ShardedUpdate
 from tfdist.layers.table import common, is_own
@@ -43,9 +43,9 @@ class AccumulatingUpdate:
         self.sharded: ShardedUpdate | None = None  # None unless the slots are split
         # Replaced where variables live as pieces.
         self.clip_pieces: Callable[[Sequence[Gradient], Variables], Sequence[Gradient]] = lambda grads, _: grads
-        self.finite: FiniteUpdates | None = None  # None unless non-finite updates are skipped
+        self.finite: Any = None  # the `FiniteUpdates`, unless non-finite updates are applied, too
         self.takes_sums = False  # whether the gradients to apply are sums over all replicas
-        self.is_local = False  # whether each worker applies its own gradients (see `LocalSteps`)
+        self.of_weights: Reduction | None = None  # the sum of the weights' moves, of workers that train alone
         self._clip: Callable[[Sequence[Gradient]], Sequence[Gradient]] | None = None
         # An optimizer that overrides `apply` must receive what one process would: each step's reduced gradient.
         self._reduces_each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
@@ -55,6 +55,12 @@ class AccumulatingUpdate:
         if not clips_after_reduce and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
             self._clip = keras_internals.clip_method(optimizer)
             keras_internals.replace_clip(optimizer, list)  # `clip_local` has already clipped
+
+    @property
+    def trains_alone(self) -> bool:
+        """True if each worker applies its own gradients."""
+        ours = as_ours(tf.distribute.get_strategy())
+        return bool(ours and ours.trains_alone)
 
     def clip_local(self, grads: Sequence[Gradient], scale: tf.Tensor | float = 1.0) -> Sequence[Gradient]:
         """Returns this replica's gradients, clipped unless the reduced gradient is. `scale` is the loss scale that they contain."""
@@ -146,12 +152,20 @@ class AccumulatingUpdate:
         if context and (self.sharded or optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
             context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
         else:
-            self._keras_update(self.clip_pieces(grads, variables), variables)
+            grads = self.clip_pieces(self._through_features(grads, variables), variables)
+            self._keras_update(grads, variables)
             self._broadcast(context)
+
+    def _through_features(self, grads: Sequence[Gradient], variables: Variables) -> Sequence[Gradient]:
+        """Returns reduced gradients as the features of the strategy return them. Within a replica."""
+        ours = as_ours(tf.distribute.get_strategy())
+        for feature in ours.features if ours else ():
+            grads = feature.reduced(self._optimizer, grads, variables)
+        return grads
 
     def _broadcast(self, context: tf.distribute.ReplicaContext | None) -> None:
         """Makes the updated variables equal on all workers."""
-        if self.is_local:
+        if self.trains_alone:
             return
         if context and _may_differ_between_workers(self._optimizer, context.strategy, clips=self._clip is None):
             context.merge_call(_broadcast_update, args=(self._optimizer,))
@@ -185,6 +199,7 @@ class AccumulatingUpdate:
             cond(update % frequency == 0, lambda: overwrite(trained), lambda: None)
 
     def _step(self, grads: Sequence[Gradient], variables: Variables) -> None:
+        grads = self._through_features(grads, variables)
         grads = self.clip_pieces(self.clip_tables(grads, variables, accumulated=True), variables)
         keras_internals.update_variables(self._optimizer, grads, variables)
         self._broadcast(tf.distribute.get_replica_context())
@@ -199,7 +214,7 @@ class AccumulatingUpdate:
         # for each replica (clip and reset, then update) and reductions between them.
         call = strategy.extended.call_for_each_replica
         # TensorFlow's all-reduce works within a replica. Gradients of an optimizer that overrides `apply` were reduced at each step.
-        is_summed = self.accumulates and not self.is_local
+        is_summed = self.accumulates and not self.trains_alone
         if not is_summed or not (self.reduction or self.sharded or uses_bucketed_all_reduce(strategy)):
             call(self._update, args=(grads, variables))
             return
@@ -223,13 +238,14 @@ class AccumulatingUpdate:
 
     def _step_across(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
         if self.sharded:
+            grads = strategy.extended.call_for_each_replica(self._through_features, args=(grads, variables))
             self.sharded.update(grads, variables, are_pieces=self.scattering is not None)
         else:
             strategy.extended.call_for_each_replica(self._step, args=(grads, variables))
 
     def _update(self, grads: Sequence[Gradient], variables: Variables) -> None:
         shares = self._shares(grads, variables)
-        if self.accumulates and not self.is_local:
+        if self.accumulates and not self.trains_alone:
             shares = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, shares)
         self._step(shares, variables)
 
@@ -252,62 +268,11 @@ class AccumulatingUpdate:
         for grad, variable in zip(gradient_lists.with_static_shapes(grads, variables), variables, strict=True):
             accumulator = accumulators[keras_internals.variable_index(self._optimizer, variable)].value
             replicas = 1
-            if self.accumulates and not self.is_local and not is_own(variable):
+            if self.accumulates and not self.trains_alone and not is_own(variable):
                 # A replica's gradient is its share of a sum, but accumulators are averaged over the replicas, as statistics are. With
                 # this factor their mean is the accumulator of one process.
                 replicas = tf.distribute.get_strategy().num_replicas_in_sync
             yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas, replicas
-
-
-class FiniteUpdates:
-    """Skips updates whose reduced gradients are not finite, and counts them, for the NaN policies `stop` and `skip`.
-
-    All replicas test the same sum and decide the same, so the update may contain collectives.
-
-    Attributes:
-        skipped: The number of updates that this process has skipped.
-    """
-
-    def __init__(self, strategy: tf.distribute.Strategy):
-        with strategy.scope(), tf.init_scope():
-            self.skipped = tf.Variable(
-                0, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
-            )
-
-    def make(
-        self,
-        strategy: tf.distribute.Strategy,
-        update: Callable[[], None],
-        grads: Sequence[Gradient],
-        finite: tf.Tensor | None = None,
-    ) -> None:
-        """Calls `update` if the reduced gradients are finite, else counts a skipped update. In cross-replica context.
-
-        `finite` says whether they are, if the caller knows it.
-        """
-        local = strategy.experimental_local_results
-        if finite is None:
-            zero_or_nan = gradient_lists.nan_unless_finite([local(grad)[0] for grad in grads])
-            ours = as_ours(strategy)
-            if ours and ours.mesh:  # the other workers of the model group have other pieces
-                zero_or_nan = ours.mesh.sum_in_group(zero_or_nan)
-            finite = tf.math.is_finite(zero_or_nan)
-
-        def skip() -> None:
-            for count in local(self.skipped):
-                count.assign_add(1)
-
-        cond = cond_of(strategy) if traits_of(strategy).compresses else tf.cond
-        cond(finite, update, skip)
-
-
-def cond_of(strategy: tf.distribute.Strategy) -> Callable[..., None]:
-    """Returns the `cond` whose branches may have collectives of the strategy."""
-    ours = as_ours(strategy)
-    if ours and ours.mesh and ours.mesh.group.processes > 1:
-        cond: Callable[..., None] = ours.mesh.group.cond
-        return cond
-    return communicator_for(strategy).cond
 
 
 def _may_differ_between_workers(

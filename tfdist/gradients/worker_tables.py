@@ -9,7 +9,7 @@ import tensorflow as tf
 
 from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import communicator_for
-from tfdist.compat import features, keras_internals
+from tfdist.compat import keras_internals, model_features
 from tfdist.compat.tf_internals import regroup
 from tfdist.config import relations
 from tfdist.gradients import gradient_lists
@@ -41,7 +41,7 @@ def map_others(
 
 def check(optimizer: keras.optimizers.Optimizer, clips_local: bool) -> None:
     """Raises ConfigError if an optimizer needs more of a table than this worker's rows. `clips_local`: each replica clips before the sum."""
-    asked = {"worker_table": "", **features.of_optimizer(optimizer)}
+    asked = {"worker_table": "", **model_features.of_optimizer(optimizer)}
     if clips_local:
         asked["replica_clip"] = f"the optimizer {type(optimizer).__name__}, which clips the gradient of each replica"
     relations.check(asked, "worker_table")

@@ -195,7 +195,7 @@ class Embedding(keras.layers.Layer):
         strategy = as_ours(tf.distribute.get_strategy())
         asked = {"sharded_table": f"{self.name} with {count} shards"}
         if strategy:
-            asked |= strategy.config.features()
+            asked |= strategy.config.asked()
             if strategy.mesh is not None:
                 asked["mesh"] = ""
         relations.check(asked, "sharded_table")

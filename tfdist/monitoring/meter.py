@@ -13,7 +13,8 @@ import tensorflow as tf
 
 from tfdist.compat import keras_internals, optimizer_search, tf_internals
 from tfdist.compression.base import Compressor
-from tfdist.gradients.optimizer import get_compressor, get_reduction, skipped_updates
+from tfdist.gradients.finite_updates import skipped_updates
+from tfdist.gradients.optimizer import get_compressor, get_reduction
 from tfdist.gradients.reduction import Reduction
 from tfdist.monitoring import compression_report
 from tfdist.monitoring.network import WireBytes

@@ -31,6 +31,7 @@ from tfdist.engine import Engine
 from tfdist.errors import ConfigError
 from tfdist.gradients import row_updates
 from tfdist.gradients.update import deduplicate_rows_before_update
+from tfdist.layers import row_lookups
 from tfdist.parameter_server import server
 from tfdist.parameter_server.execution import Execution, MakeExecution, drain_first, drain_steps, executions
 from tfdist.parameter_server.scheduler import InFlight, Scheduler
@@ -38,7 +39,6 @@ from tfdist.parameter_server.strategy import ParameterServerStrategy, bytes_per_
 from tfdist.parameter_server.worker_dataset import PipelinesIterator, WorkerDataset
 from tfdist.parameter_server.worker_step import TracedStep, WorkerStep
 from tfdist.replicas import batch_splitting
-from tfdist.step import row_lookups
 from tfdist.step.execution import as_number
 
 # Methods of a model that read metrics or weights, which scheduled steps still change.

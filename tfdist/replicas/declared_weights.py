@@ -17,6 +17,7 @@ from tfdist.aliases import Function, Structure
 from tfdist.compat import keras_internals
 from tfdist.compat.tf_internals import num_replicas, regroup
 from tfdist.errors import ConfigError
+from tfdist.feature import Feature, RunningStep
 from tfdist.strategy import Strategy
 
 Kind = Literal["sum", "mean", "only_first_replica"]
@@ -32,6 +33,15 @@ _NOT_COMBINED = (
     "Trainer, or in a step of a model that does not have the weight. Train with trainer.fit or trainer.step, and make the weight an "
     "attribute of the model or of one of its layers."
 )
+
+
+class CombinedWeights(Feature):
+    """The weights with a declared aggregation, which are combined after each step."""
+
+    def step(self, step: RunningStep, run: Callable[[], None]) -> None:
+        with combining(self.strategy, step.model, step.trains) as combine:
+            run()
+            combine(step.counts)
 
 
 def declare(strategy: Strategy, variable: tf.Variable, kind: Kind, name: str) -> None:

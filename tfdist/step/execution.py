@@ -19,22 +19,18 @@ from tfdist.collectives.buffered import BufferedCommunicator
 from tfdist.collectives.communicator import tree_sum
 from tfdist.collectives.own_time import OwnTime, fetch_flag, measure_input_wait, tensors_in
 from tfdist.compat import keras_internals, optimizer_search, tf_internals, unsupported
-from tfdist.compression.base import Compressor
-from tfdist.engine import RunningMeans
+from tfdist.engine import Engine, RunningMeans
 from tfdist.errors import ConfigError, stop_iteration_error
-from tfdist.gradients import local_steps, row_updates, worker_tables
+from tfdist.feature import RunningStep
 from tfdist.gradients import optimizer as optimizer_lib
-from tfdist.gradients.laid_out_update import update_pieces
 from tfdist.gradients.tape_sums import GradientsUsedError
-from tfdist.gradients.update import deduplicate_rows_before_update
-from tfdist.replicas import batch_splitting, declared_weights, equal_weights
+from tfdist.replicas import batch_splitting, equal_weights
 from tfdist.runtime.report import goodput
 from tfdist.runtime.report.phase import main as phases
 from tfdist.runtime.report.phase import phase
-from tfdist.step import empty_replicas, row_lookups, synchronized_norm
+from tfdist.step import empty_replicas
 from tfdist.step.prediction import Prediction, as_tensor
-from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep, undo_skipped_step
-from tfdist.step.share_selection import ShareSelection
+from tfdist.step.replica_step import BATCH_NORM_WITHOUT_EXAMPLES, PACKED, ReplicaStep
 from tfdist.step.whole_batch import GATHERED_ROWS_ARE_NOT_EXAMPLES, ROWS_ARE_NOT_EXAMPLES
 
 _FLAGS_DTYPE = "float32"  # the type of the workers' flags, which are averaged with the logs of that type
@@ -64,31 +60,33 @@ class Execution:
     separately.
 
     Attributes:
+        model: The model.
+        trains: Whether the steps train.
+        done: The number of steps of the last execution.
         agreed_flags: `strategy.flags`, averaged over the workers by the last call; None without flags.
         measured: The mean time that a step waits for its batch.
         input_seconds: The total time that steps have waited for their batches.
     """
 
-    def __init__(self, model: keras.Model, compression: Compressor | None, nan_policy: str, step: Step):
+    def __init__(self, model: keras.Model, engine: Engine, step: Step):
         unsupported.check_model(model)  # the model may have been compiled again, and fitted without the Trainer
-        attach(model, compression, nan_policy)
+        attach(model, engine)
         self.agreed_flags: tf.Tensor | None = None
         self.logs: Mapping[str, Any] | None = None
         self.measured = RunningMeans()
         self.input_seconds = 0.0
-        self._stops = nan_policy == "stop"  # "stop" needs the loss of the skipped step
         self._strategy = model.distribute_strategy
         self._steps = int(model.steps_per_execution)
         self._replica = ReplicaStep(model, step)
+        self.model = model
         self.step_name = self._replica.name
-        self._is_local = self._replica.trains and bool(self._strategy.config.sync_intervals)
+        self.trains = self._replica.trains
         self._fetching, self._is_fetching = fetch_flag(self._strategy)
         if self._strategy.num_workers > 1 and self._strategy.own_time is None:
             self._strategy.own_time = OwnTime()
             self._strategy.gauges = [*self._strategy.gauges, self._strategy.own_time.seconds]
         self._is_traced = not (model.run_eagerly or tf.config.functions_run_eagerly())
-        self._shares: ShareSelection | None = None
-        self._done = 0  # steps of the last execution
+        self.done = 0
         self._start_traces()
 
     def __call__(self, iterator: DataIterator) -> Mapping[str, Any]:
@@ -102,8 +100,7 @@ class Execution:
         last_logs = self.run(iterator)
         if last_logs is None:
             raise StopIteration
-        model = self._replica.model
-        if self in (model.train_function, model.test_function):
+        if self in (self.model.train_function, self.model.test_function):
             return last_logs
         return self.exact_logs()  # a function of the user's calls this one, and may use the logs of each execution
 
@@ -130,7 +127,7 @@ class Execution:
 
         def execute() -> Mapping[str, Any]:
             logs, self.agreed_flags = self._batch(tf.nest.map_structure(as_tensor, batch), is_whole)
-            self._done = 1
+            self.done = 1
             return logs
 
         return self._checked(execute)
@@ -138,27 +135,17 @@ class Execution:
     def _checked(self, execute: Callable[[], Mapping[str, Any]]) -> Mapping[str, Any]:
         self._strategy.executions += 1
         phases.fetching = self._is_fetching
-        own_time = self._strategy.own_time
         is_first = self.logs is None
         if is_first and self._replica.watch_build():
             self._warn_of_compression()
-        if self._is_local:
-            for local in local_steps.of_model(self._replica.model):
-                local.show(anchor=False)
-        if self._strategy.batch_shares and self._replica.trains:
-            self._shares = self._shares or ShareSelection(self._strategy)
-            self._shares.begin()
+        run = functools.partial(self._measured, execute)
+        for feature in reversed(self._strategy.features):
+            run = functools.partial(feature.execute, self, run)
         try:
             with phase("step", f"a step ({self.step_name})", is_first):
-                try:
-                    self.logs = own_time.execute(execute, self._replica.trains) if own_time else execute()
-                except GradientsUsedError:
-                    self._sum_at_tapes()
-                    self.logs = own_time.execute(execute, self._replica.trains) if own_time else execute()
-                if self._shares:
-                    self._shares.end(self._done)
+                self.logs = run()
                 if is_first:
-                    equal_weights.check_equal_on_replicas(self._strategy, self._replica.model.weights)
+                    equal_weights.check_equal_on_replicas(self._strategy, self.model.weights)
                     equal_weights.warn_of_averages(self._strategy)
             return self.logs
         except StopIteration as e:  # TensorFlow's iterators raise OutOfRangeError
@@ -166,6 +153,16 @@ class Execution:
         except tf.errors.InvalidArgumentError as e:
             _raise_explained(e)
             raise
+
+    def _measured(self, execute: Callable[[], Structure]) -> Structure:
+        """Runs an execution; measures the task's own time."""
+        own_time = self._strategy.own_time
+        measured = functools.partial(own_time.execute, execute, self.trains) if own_time else execute
+        try:
+            return measured()
+        except GradientsUsedError:
+            self._sum_at_tapes()
+            return measured()
 
     def _start_traces(self) -> None:
         """Makes the functions of an execution, without a trace."""
@@ -184,12 +181,17 @@ class Execution:
         self._warn_of_compression()
 
     def _warn_of_compression(self) -> None:
-        if any(map(optimizer_lib.get_reduction, optimizer_search.optimizers(self._replica.model))):
+        if any(map(optimizer_lib.get_reduction, optimizer_search.optimizers(self.model))):
             warnings.warn(
-                f"The {self.step_name} of {type(self._replica.model).__name__} uses its gradients before it applies them (a clip, a norm), so "
+                f"The {self.step_name} of {type(self.model).__name__} uses its gradients before it applies them (a clip, a norm), so "
                 "they are summed where its tapes return them, without compression. Use the optimizer's own global_clipnorm to keep it.",
                 stacklevel=2,
             )
+
+    @property
+    def own_logs(self) -> frozenset[str]:
+        """The names of the logs that features add to those of the model."""
+        return self._replica.own_logs
 
     def computed_logs(self) -> dict[str, Any]:
         """Returns the logs that the step computes from metrics, with the metrics of all replicas. A collective."""
@@ -201,17 +203,18 @@ class Execution:
             return self.logs or {}
         if self._replica.computes_logs:
             return {**(self.logs or {}), **self.computed_logs()}
-        return {name: as_number(value) for name, value in self._replica.model.get_metrics_result().items()}
+        own = {name: value for name, value in (self.logs or {}).items() if name in self.own_logs}
+        return {name: as_number(value) for name, value in self.model.get_metrics_result().items()} | own
 
     def _execute(self, iterator: DataIterator, left: int | None) -> Mapping[str, Any]:
         steps = self._steps if left is None else min(self._steps, left)
         execute = self._bound(iterator) if self._is_traced else functools.partial(self._next, iterator)
         logs, self.agreed_flags, waited = execute() if self._steps == 1 else execute(tf.constant(steps))
         seconds, done = map(float, waited)
-        self._done = int(done)
+        self.done = int(done)
         if not math.isnan(seconds):
             self.input_seconds += seconds
-            if self._replica.trains:
+            if self.trains:
                 goodput.move(seconds, "input_wait")
             self.measured.add("perf/input_wait_ms", 1000 * seconds / done)
         return logs
@@ -243,41 +246,31 @@ class Execution:
         counts = None
         if isinstance(data, batch_splitting.WholeBatch):
             data = batch_splitting.split_whole(data, self._strategy)
-        if self._strategy.batch_shares and self._replica.trains:
-            batch_splitting.check_part_of_whole(data, self._strategy)
         if isinstance(data, batch_splitting.SplitBatch):
             counts = data.counts
             if totals is None:
                 totals = batch_splitting.count_examples(data, self._strategy)
-        if self._strategy.batch_record and self._replica.trains:
-            self._strategy.batch_record.add(data)
         if totals is not None:
-            empty_replicas.average_statistics(self._replica.model, totals)
-        with declared_weights.combining(self._strategy, self._replica.model, self._replica.trains) as combine:
-            if self._replica.counts and tf.executing_eagerly() and self.logs is None:
-                self._replica.check_counts(data)
-            with self._strategy.only_known_optimizers(), undo_skipped_step(self._replica, self._stops):
-                if tf.executing_eagerly() and self.logs is None:
-                    self._replica.watch_eager_tapes(data)
-                with self._replica.watching_tapes():
-                    packed, counted = self._strategy.run(self._replica, args=(data, totals))
-                if totals is not None:
-                    empty_replicas.leave_out_empty_replicas(self._replica.model, totals, counted)
-            # After a skipped step is undone, so that it adds nothing.
-            combine(counts)
-        if self._is_local:
-            for local in local_steps.of_model(self._replica.model):
-                local.after_step(self._own_examples(data))
-        local = self._strategy.experimental_local_results
-        return {dtype: tree_sum(local(values)) for dtype, values in packed.items()}
+            empty_replicas.average_statistics(self.model, totals)
+        results: list[dict[str, Structure]] = []
 
-    def _own_examples(self, data: Structure) -> tf.Tensor | int:
-        """Returns the number of examples of this worker's first replica; 1 if batches have no axis of examples."""
+        def run_replicas() -> None:
+            if tf.executing_eagerly() and self.logs is None:
+                self._replica.check_eager(data)
+            with self._strategy.only_known_optimizers(), self._replica.watching_tapes():
+                packed, counted = self._strategy.run(self._replica, args=(data, totals))
+            if totals is not None:
+                empty_replicas.leave_out_empty_replicas(self.model, totals, counted)
+            results.append(packed)
+
+        run: Callable[[], None] = run_replicas
+        step = RunningStep(self.model, self.trains, data, counts)
+        for feature in reversed(self._strategy.features):
+            run = functools.partial(feature.step, step, run)
+        run()
         local = self._strategy.experimental_local_results
-        if isinstance(data, batch_splitting.SplitBatch) and data.counts is not None:
-            return local(data.counts)[0][0, 0]
-        examples = batch_splitting.examples(tf.nest.map_structure(lambda value: local(value)[0], data))
-        return 1 if examples is None else examples
+        (packed,) = results
+        return {dtype: tree_sum(local(values)) for dtype, values in packed.items()}
 
     def _run_next(self, data: Structure) -> dict[str, tf.Tensor]:
         """Runs one step, as `_run_one` does; raises OutOfRangeError if no replica has an example."""
@@ -303,7 +296,7 @@ class Execution:
     def _measured_step(self) -> contextlib.AbstractContextManager[None]:
         """Returns the context of a step from its begin on, which measures the task's own time."""
         own_time = self._strategy.own_time
-        return own_time.step() if own_time and self._replica.trains else contextlib.nullcontext()
+        return own_time.step() if own_time and self.trains else contextlib.nullcontext()
 
     def _run_some(
         self, iterator: DataIterator, steps: tf.Tensor
@@ -371,10 +364,10 @@ class Execution:
         agreed_flags = None
         if self._strategy.traits.several_processes:
             flags = self._strategy.flags
-            if flags is not None and self._strategy.mesh:
+            if flags is not None:
                 # The logs are summed among workers with equal pieces, so the other workers' flags are added before.
                 with tf.control_dependencies([*packed.values()]):
-                    flags = self._strategy.mesh.sum_in_group(tf.identity(flags))
+                    flags = self._strategy.sum_over_pieces(tf.identity(flags))
             if flags is not None:  # they travel with the logs of their type, without a collective of their own
                 packed = {**packed, _FLAGS_DTYPE: tf.concat([packed.get(_FLAGS_DTYPE, []), flags], 0)}
             packed = self._sum_over_workers(packed)
@@ -386,7 +379,7 @@ class Execution:
 
     def _sum_over_workers(self, packed: dict[str, tf.Tensor]) -> dict[str, tf.Tensor]:
         group = self._strategy.communicator
-        if self._replica.trains and isinstance(group, BufferedCommunicator):
+        if self.trains and isinstance(group, BufferedCommunicator):
             # TensorFlow's collective takes two round trips more. It ends test steps of unlike data, which no gradient's exchange does.
             (sums,) = group.all_reduce([list(packed.values())])
             return dict(zip(packed, sums, strict=True))
@@ -431,38 +424,18 @@ def _raise_end() -> tf.Tensor:
     return iter(tf.data.Dataset.range(0)).get_next()
 
 
-def attach(model: keras.Model, compression: Compressor | None = None, nan_policy: str = "ignore") -> None:
-    """Makes Keras use `Execution` and `Prediction` for `model`, and its optimizers reduce gradients before they use them, in place."""
+def attach(model: keras.Model, engine: Engine) -> None:
+    """Makes Keras use `Execution` and `Prediction` for `model`, and attaches the strategy's features to it and its optimizers, in place."""
     if not keras_internals.has_replaced_make_function(model):
         model.train_function = model.test_function = model.predict_function = None
-    keras_internals.replace_make_function(model, functools.partial(Execution, model, compression, nan_policy))
+    keras_internals.replace_make_function(model, functools.partial(Execution, model, engine))
     keras_internals.replace_make_prediction(model, functools.partial(Prediction, model))
-    synchronized_norm.synchronize_moments(model)
-    if model.distribute_strategy.mesh is None:
-        row_lookups.look_up_rows(model)
-    several = model.distribute_strategy.num_replicas_in_sync > 1 or model.distribute_strategy.mesh is not None
-    skips = nan_policy != "ignore"
-    sync_every = model.distribute_strategy.config.sync_intervals
-    if sync_every:
-        local_steps.check(model)
+    features = model.distribute_strategy.features
+    for feature in features:
+        feature.attach_model(model, engine)
     for optimizer in optimizer_search.optimizers(model):
-        leaf = getattr(optimizer, "inner_optimizer", optimizer)
-        # Keras overwrites weights by their averages in a condition, in which one replica may not call `merge_call` either.
-        overwrites = leaf.use_ema and leaf.ema_overwrite_frequency
-        if several or skips or sync_every or overwrites or worker_tables.clips(leaf, model.trainable_variables):
-            summed_by = compression if several and not sync_every else None
-            optimizer_lib.distribute_optimizer(optimizer, summed_by, clip_after_reduce=True)
-        else:
-            deduplicate_rows_before_update(optimizer)
-        if model.distribute_strategy.mesh is not None:
-            update_pieces(optimizer, model.distribute_strategy)
-        row_updates.install(optimizer, model.distribute_strategy.config.row_updates)
-        if several and model.distribute_strategy.config.shard_optimizer:
-            optimizer_lib.shard(optimizer, model.distribute_strategy)
-        if sync_every:
-            optimizer_lib.train_locally(optimizer, model.distribute_strategy, compression)
-        if skips:
-            optimizer_lib.skip_non_finite(optimizer, model.distribute_strategy)
+        for feature in features:
+            feature.attach(model, optimizer, engine)
 
 
 def as_number(value: Structure) -> Any:

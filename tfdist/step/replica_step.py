@@ -15,9 +15,9 @@ from tfdist.collectives import own_time
 from tfdist.compat import keras_internals, tapes
 from tfdist.compat.tf_internals import all_reduce
 from tfdist.errors import ConfigError
-from tfdist.gradients.optimizer import number_of_update, skipped_updates, sum_in_step
+from tfdist.gradients.optimizer import number_of_update, sum_in_step
 from tfdist.gradients.tape_sums import GradientsUsedError, TapeSums, applying_sums
-from tfdist.replicas import batch_splitting, declared_weights, equal_weights, step_context
+from tfdist.replicas import batch_splitting, equal_weights, step_context
 from tfdist.replicas.step_context import StepContext
 from tfdist.step import empty_replicas, losses, model_building, split_layers
 from tfdist.step.graph_copies import ComputedLogs
@@ -33,6 +33,7 @@ class ReplicaStep:
     """A step on one replica.
 
     Attributes:
+        own_logs: The names of the logs that features add to those of the model.
         computes_logs: Whether the user's code computes the logs, so that they may differ from the results of the metrics.
     """
 
@@ -42,8 +43,8 @@ class ReplicaStep:
         self.name = getattr(step, "__name__", "step")  # a callable object has none
         self.trains = step == model.train_step
         self._replicas = model.distribute_strategy.num_replicas_in_sync
-        self._is_local = self.trains and bool(model.distribute_strategy.config.sync_intervals)
-        self._is_alone = self._replicas == 1 or self._is_local  # a worker that trains alone has one replica
+        self._trains_alone = self.trains and model.distribute_strategy.trains_alone
+        self._is_alone = self._replicas == 1 or self._trains_alone  # a worker that trains alone has one replica
         self.counts = self._replicas > 1 and equal_weights.guard(model.distribute_strategy, model.weights)
         # A static batch size is a constant, whose dependence on the data would not be detected.
         self._relaxes = equal_weights.watch_averages(model.distribute_strategy, model) or self.counts
@@ -53,6 +54,7 @@ class ReplicaStep:
         overridable = (step_method, "compute_metrics", "get_metrics_result")
         self.computes_logs = not all(keras_internals.is_keras_method(model, name) for name in overridable)
         self.computed: ComputedLogs | None = None
+        self.own_logs: frozenset[str] = frozenset()
         self._compiles = model.jit_compile and not model.run_eagerly
         self._compiled: dict[int, Function] = {}  # one for each replica
         self._variables: Any = None
@@ -157,7 +159,7 @@ class ReplicaStep:
         share = None
         if not self._is_alone and (self.trains or self._compiles):
             share = part()  # may be a collective, which XLA does not compile
-        elif self._is_local and examples is not None:
+        elif self._trains_alone and examples is not None:
             share = tf.cast(examples > 0, tf.float64)
         strategy.decorrelate_random_numbers()  # a collective may have waited for the other replicas
         with strategy.as_one_replica():
@@ -230,7 +232,13 @@ class ReplicaStep:
         self.sums_at_tapes |= self._watches_tapes and model_building.uses_gradients(self.model)
         return self.sums_at_tapes
 
-    def watch_eager_tapes(self, data: Structure) -> None:
+    def check_eager(self, data: Structure) -> None:
+        """Checks the first step of a model that runs eagerly. Outside of replicas."""
+        if self.counts:
+            self.check_counts(data)
+        self._watch_eager_tapes(data)
+
+    def _watch_eager_tapes(self, data: Structure) -> None:
         """Finds out by a trace whether a step that runs eagerly uses its gradients; one that cannot be traced may. Outside of replicas."""
         if not self._watches_tapes:
             return
@@ -256,6 +264,12 @@ class ReplicaStep:
         self._logs = tf.nest.map_structure(tf.convert_to_tensor, logs)
         if self._replicas > 1 and self.computes_logs and tf.inside_function():
             self.computed = ComputedLogs(self.model, self._logs)
+        own: dict[str, tf.Tensor] = {}
+        for feature in self.model.distribute_strategy.features if self.trains else ():
+            own |= feature.logs(self.model)
+        if own:
+            self.own_logs = frozenset(own)
+            self._logs = {**self._logs, **tf.nest.map_structure(tf.convert_to_tensor, own)}
         for value in tf.nest.flatten(self._logs):
             if value.shape.num_elements() is None or not (value.dtype.is_numpy_compatible and value.dtype != tf.string):
                 raise ConfigError(
@@ -285,37 +299,3 @@ class ReplicaStep:
 def _packed_dtype(value: tf.Tensor) -> tf.DType:
     narrow, wide = PACKED
     return narrow if value.dtype in (narrow, tf.float16, tf.bfloat16, tf.bool) else wide
-
-
-@contextlib.contextmanager
-def undo_skipped_step(replica: ReplicaStep, keeps_metrics: bool) -> Iterator[None]:
-    """Restores variables to their values before the enclosed step if it skipped an update. Outside of replicas.
-
-    The batch of a skipped step may have made moving statistics and metrics NaN, too. With `keeps_metrics` metrics keep the step's update.
-    """
-    model = replica.model
-    counts = skipped_updates(model) if replica.trains else []
-    if not counts:
-        yield
-        return
-    local = model.distribute_strategy.experimental_local_results
-    variables = [
-        value for value in map(keras_internals.raw_value, model.non_trainable_variables) if value.dtype.is_floating
-    ]
-    variables += [v for v in declared_weights.combined_variables(model) if not v.dtype.is_floating]
-    if not keeps_metrics:
-        variables += empty_replicas.metric_variables(model)
-    components = [component for variable in variables for component in local(variable)]
-
-    def skipped() -> tf.Tensor:
-        return tf.add_n([local(count)[0].read_value() for count in counts])
-
-    before = [component.read_value() for component in components]
-    number = skipped()
-    yield
-
-    def undo() -> None:
-        for component, value in zip(components, before, strict=True):
-            component.assign(value)
-
-    tf.cond(skipped() > number, undo, lambda: None)

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Generator
+from collections.abc import Callable, Generator
+from typing import Any
 
-from tfdist.aliases import Json
+import keras
+
+from tfdist.aliases import Json, Structure
 from tfdist.collectives.ranks import ranks_of
 from tfdist.compat import tf_internals
 from tfdist.config import relations
-from tfdist.replicas.batch_shares import EVEN
+from tfdist.feature import Feature, RunningStep
+from tfdist.replicas import batch_splitting
+from tfdist.replicas.batch_shares import EVEN, BatchShares
 from tfdist.runtime.log import logger
 from tfdist.strategy import Strategy
 
@@ -22,6 +27,42 @@ _LEAST_SHARE = EVEN // 8
 
 # Yields once for each execution, and receives its seconds and its number of steps.
 _Executions = Generator[None, tuple[float, int], list[float]]
+
+
+class SharesBySpeed(Feature):
+    """`batch_shares="by_speed"`: the workers' shares of each batch, in proportion to their speed."""
+
+    @classmethod
+    def asks(cls, strategy: Strategy) -> bool:
+        return strategy.config.batch_shares == "by_speed" and strategy.num_workers > 1
+
+    def __init__(self, strategy: Strategy):
+        super().__init__(strategy)
+        self.shares = strategy.batch_shares = BatchShares(strategy.num_workers)
+        self._selection: ShareSelection | None = None
+
+    def execute(self, execution: Any, run: Callable[[], Structure]) -> Structure:
+        if not execution.trains:
+            return run()
+        self._selection = self._selection or ShareSelection(self.strategy)
+        self._selection.begin()
+        logs = run()
+        self._selection.end(execution.done)
+        return logs
+
+    def step(self, step: RunningStep, run: Callable[[], None]) -> None:
+        if step.trains:
+            batch_splitting.check_part_of_whole(step.data, self.strategy)
+        run()
+
+    def state(self) -> Json:
+        return self.shares.state()
+
+    def restore(self, state: Json) -> None:
+        self.shares.restore(state)
+
+    def summary(self, model: keras.Model, workers: int) -> dict[str, Any]:
+        return {"batch_shares": [round(each, 4) for each in self.shares.fractions]}
 
 
 class ShareSelection:

@@ -19,10 +19,11 @@ import tensorflow as tf
 
 from tfdist.aliases import Function, Structure
 from tfdist.compat import keras_internals, laid_out
+from tfdist.layers import row_lookups
 from tfdist.layers.group_exchanges import GroupExchanges
 from tfdist.replicas import step_context
 from tfdist.runtime.log import logger
-from tfdist.step import row_lookups, split_logits
+from tfdist.step import split_logits
 
 _ELEMENTWISE = {
     getattr(keras.activations, name)

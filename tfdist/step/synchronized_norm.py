@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -10,19 +11,23 @@ import tensorflow as tf
 from tfdist.aliases import Function, Structure
 from tfdist.collectives import own_time
 from tfdist.compat import keras_internals
+from tfdist.feature import Feature
 from tfdist.replicas import step_context
 
 
-def synchronize_moments(model: keras.Model) -> None:
-    """Corrects a model's synchronized BatchNormalization layers for a step on one replica, in place.
+class SynchronizedNorm(Feature):
+    """The correction of a model's synchronized BatchNormalization layers for a step on one replica.
 
     - A padding example that does not count (see `replicas.batch_splitting`) is excluded from the moments.
     - In a custom step each replica's gradient is multiplied by its share at the end. A gradient that comes from another replica
       through the moments must be multiplied by the other replica's share.
     """
-    for layer in keras_internals.layers(model):
-        if getattr(layer, "synchronized", False) and not keras_internals.has_replaced_moments(layer):
-            keras_internals.replace_moments(layer, functools.partial(_timed_moments, keras_internals.moments(layer)))
+
+    def attach_model(self, model: keras.Model, engine: Any) -> None:
+        for layer in keras_internals.layers(model):
+            if getattr(layer, "synchronized", False) and not keras_internals.has_replaced_moments(layer):
+                moments = functools.partial(_timed_moments, keras_internals.moments(layer))
+                keras_internals.replace_moments(layer, moments)
 
 
 def _timed_moments(moments: Function, inputs: tf.Tensor, mask: Structure) -> Structure:

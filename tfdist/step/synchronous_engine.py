@@ -31,7 +31,7 @@ class SynchronousEngine(Engine):
         self.num_replicas = strategy.num_replicas_in_sync
 
     def attach(self, model: keras.Model) -> None:
-        attach(model, self.compressor, self.nan_policy)
+        attach(model, self)
 
     def source(self, dataset: Data, steps: int | None) -> DataSource:
         return self.strategy.source(dataset, steps)
@@ -72,12 +72,17 @@ class SynchronousEngine(Engine):
 
     def epoch_logs(self, model: keras.Model, function: StepFunction, logs: Logs) -> Logs:
         """Implements `Engine.epoch_logs`. Reads variables in the logs now, because validation would change them before callbacks receive the logs."""
+        is_own = isinstance(function, Execution) and logs is not None and logs is function.logs
+        of_features: dict[str, Any] = {}
+        if is_own and function.own_logs:
+            of_features = {name: logs[name] for name in function.own_logs}
+            logs = {name: value for name, value in logs.items() if name not in of_features}
         results = keras_loops.metrics_or_logs(model, logs)
         if results is not logs:
             results = {name: as_number(value) for name, value in results.items()}
-        if isinstance(function, Execution) and results is not None and results is function.logs:
-            return {**logs, **function.computed_logs()}
-        return results
+        elif is_own:
+            results = {**logs, **function.computed_logs()}
+        return {**results, **of_features} if of_features else results
 
     def predictor(self, model: keras.Model, passes: Any, steps: int | None) -> Callable[[int], Structure]:
 

@@ -20,7 +20,8 @@ from tfdist.collectives import own_time
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.own_time import OwnTime
 from tfdist.compat import call_stack, keras_internals, tf_internals, unsupported
-from tfdist.config import StrategyConfig, StrategyTraits
+from tfdist.config import StrategyConfig, StrategyTraits, features
+from tfdist.feature import Feature
 from tfdist.replicas import declared_weights, random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.strategies import distributed_data
@@ -46,6 +47,8 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     # `create_strategy` sets these, which `Strategy` describes.
     traits = StrategyTraits()
     config = StrategyConfig("")
+    features: Sequence[Feature] = ()
+    batch_shares: Any = None
     cluster: ClusterSpec | None = None
     cluster_task: ClusterTask | None = None
     transport = transport_reason = ""
@@ -71,8 +74,26 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         unsupported.explain_builds(super().extended)
 
     def configure(self, config: StrategyConfig) -> None:
-        """Sets the options. Models that are compiled later follow them."""
+        """Sets the options, and creates the features that they ask for. Models that are compiled later follow them."""
         self.config = config
+        if not self.traits.asynchronous:
+            self.features = features.make(self)
+
+    @property
+    def trains_alone(self) -> bool:
+        """True if each worker applies the gradients of its own examples."""
+        return any(feature.trains_alone for feature in self.features)
+
+    @property
+    def splits_state(self) -> bool:
+        """True if workers hold parts of the weights or of the optimizer's state."""
+        return any(feature.splits_state for feature in self.features)
+
+    def sum_over_pieces(self, value: tf.Tensor) -> tf.Tensor:
+        """Returns the sum of a value over the workers that hold other pieces of the model than this one. A collective."""
+        for feature in self.features:
+            value = feature.sum_over_pieces(value)
+        return value
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -159,7 +180,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
         # Each replica writes its own copy, and reads outside of replicas average them: steps need no communication.
         variable = next_creator(**{**kwargs, "synchronization": tf.VariableSynchronization.ON_READ})
         # The sum of accumulators may be averaged; where workers train alone, each continues with the gradients of its own.
-        if not (self.config.sync_intervals and kwargs.get("colocate_with") is not None):
+        if not (self.trains_alone and kwargs.get("colocate_with") is not None):
             self.statistics.add(variable)
         if kind is not None:
             declared_weights.declare(self, variable, kind, kwargs.get("name") or "")

@@ -17,7 +17,6 @@ from tfdist.config import StrategyConfig, registry, validation
 from tfdist.config.constraints import MOST_SECONDS
 from tfdist.engine import Engine
 from tfdist.errors import ConfigError, format_value, unknown_name_message
-from tfdist.replicas.batch_shares import BatchShares
 from tfdist.runtime import allocator
 from tfdist.runtime.end.process_end import GRACE_SECONDS
 from tfdist.runtime.report import progress
@@ -120,11 +119,9 @@ def create_strategy(
             f"strategy {strategy.name!r} must return a strategy whose class has KerasStrategy of tfdist.strategies.base among "
             f"its bases. Received: {type(created).__name__}."
         )
-    created.configure(strategy)
     created.traits = traits
+    created.configure(strategy)
     if not traits.asynchronous:
         created.engine = make_engine(created)
-    if strategy.batch_shares == "by_speed" and created.num_workers > 1:
-        created.batch_shares = BatchShares(created.num_workers)
     model_methods.install(created)
     return created

@@ -33,7 +33,7 @@ from tfdist.sharding.layouts import Grid, Layout
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 # What the strategy of a data group takes over from the strategy of all workers.
-_INHERITED = (*("config", "traits", "cluster_task", "transport", "transport_reason", "unlike_processors"),)
+_INHERITED = (*("traits", "cluster_task", "transport", "transport_reason", "unlike_processors"),)
 _ENDED = re.compile(r"rank (\d+) has ended")  # the text of a transport's error
 _PUBLISHED_WITHIN = 2.0  # seconds in which a worker that has ended may have published that its program has finished
 
@@ -201,6 +201,7 @@ def split(world: Any, distribution: Any) -> MultiWorkerMirroredStrategy:
     ranks = GroupRanks(group, members.index(rank), [str(tasks[member]) for member in members])
     everyone = GroupRanks(world.communicator, rank, list(map(str, tasks)))
     data.mesh = Mesh(grid, rank, keras_distribution.layout_map(distribution), everyone, group, ranks)
+    data.configure(world.config)
     return data
 
 
@@ -212,7 +213,7 @@ def _check(world: Any, grid: Grid) -> None:
             f"The DeviceMesh {grid.sizes} of keras.distribution.ModelParallel has {grid.ranks} devices, and there must be one for each worker, "
             f"with one device each. Received: {workers} workers with {world.num_replicas_in_sync} devices."
         )
-    asked = {"mesh": "", **world.config.features()}
+    asked = {"mesh": "", **world.config.asked()}
     if "GPU" in world.extended.worker_devices[0]:
         asked["gpus_of_workers"] = ""
     relations.check(asked, "mesh")

@@ -167,7 +167,7 @@ def multi_worker_mirrored(
     devices = strategy.extended.worker_devices
     if len(devices) > 1:
         relations.check(
-            {**config.features(), "several_devices": f"several devices ({', '.join(devices)})"}, "several_devices"
+            {**config.asked(), "several_devices": f"several devices ({', '.join(devices)})"}, "several_devices"
         )
     strategy.cluster_task = cluster
     _broadcast_seed(strategy)

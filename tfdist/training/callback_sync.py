@@ -172,7 +172,7 @@ class _CheckConsistency(keras.callbacks.Callback):
             return
         optimizers = optimizer_search.optimizers(self.model)
         held = [*self.model.weights]
-        if not self._strategy.config.sync_intervals:
+        if not self._strategy.trains_alone:
             held += getattr(self.model.optimizer, "variables", [])
         variables = common(held, optimizers)
         remedy = f"They were compared {when}. Does something set weights from values that differ between tasks?"

@@ -60,7 +60,7 @@ def check_nan_policy(policy: str, strategy: Strategy) -> None:
     if policy not in NAN_POLICIES:
         raise ConfigError(unknown_name_message("nan_policy", policy, NAN_POLICIES))
     if policy == "skip":
-        relations.check({**strategy.config.features(), "skip_steps": ""}, "skip_steps")
+        relations.check({**strategy.config.asked(), "skip_steps": ""}, "skip_steps")
 
 
 def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
@@ -137,7 +137,7 @@ def check_savers(callbacks: Sequence[keras.callbacks.Callback], ranks: Ranks, di
 def check_averages(callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy) -> None:
     """Raises ConfigError if a callback swaps moving averages that are split."""
     if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
-        relations.check({**strategy.config.features(), "SwapEMAWeights": ""}, "SwapEMAWeights")
+        relations.check({**strategy.config.asked(), "SwapEMAWeights": ""}, "SwapEMAWeights")
 
 
 def check_format(path: str) -> None:

@@ -19,7 +19,7 @@ from tfdist.data import python_items, worker_rows
 from tfdist.engine import Engine
 from tfdist.errors import ClusterError
 from tfdist.gradients import local_steps
-from tfdist.gradients.optimizer import skipped_updates
+from tfdist.gradients.finite_updates import skipped_updates
 from tfdist.monitoring import TensorBoard, compression_report
 from tfdist.monitoring.slow_tasks import SlowTasks
 from tfdist.runtime.log import logger

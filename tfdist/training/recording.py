@@ -14,7 +14,7 @@ import platform
 import signal
 import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -24,6 +24,7 @@ import tensorflow as tf
 from tfdist.aliases import Gradient, Logs, Structure
 from tfdist.compat import keras_internals, keras_loops, optimizer_search, tf_cluster
 from tfdist.engine import Engine
+from tfdist.feature import Feature, RunningStep
 from tfdist.gradients import optimizer as optimizer_lib
 from tfdist.replicas import batch_splitting
 from tfdist.runtime.report import progress
@@ -50,6 +51,7 @@ def prepare(model: keras.Model) -> None:
     strategy = model.distribute_strategy
     if strategy.batch_record is None:
         strategy.batch_record = BatchRecord(strategy)
+        strategy.features = (*strategy.features, strategy.batch_record)
     if strategy.traits.asynchronous:
         return  # workers trace the step, and have no variables of the chief
     for optimizer in optimizer_search.optimizers(model):
@@ -82,20 +84,25 @@ def recorder(model: keras.Model, done: int) -> Recorder | None:
     return Recorder(settings, model, done) if settings else None
 
 
-class BatchRecord:
+class BatchRecord(Feature):
     """The examples of the updates since the last `take`, of this process: their number, and the sum of their checksums modulo 2^64."""
 
     def __init__(self, strategy: Strategy):
-        self._strategy = strategy
+        super().__init__(strategy)
         self._count = 0
         self._sum = 0
+
+    def step(self, step: RunningStep, run: Callable[[], None]) -> None:
+        if step.trains:
+            self.add(step.data)
+        run()
 
     def add(self, data: Structure) -> None:
         """Adds a batch, whose values have a part for each replica, also within a graph."""
         counts = None
         if isinstance(data, batch_splitting.SplitBatch):
             data, counts = data
-        local = self._strategy.experimental_local_results
+        local = self.strategy.experimental_local_results
         for replica in range(len(local(tf.nest.flatten(data)[0]))):
             leaves = [local(value)[replica] for value in tf.nest.flatten(batch_splitting.without_optionals(data))]
             count = -1 if counts is None else local(counts)[replica][0, 0]
@@ -165,7 +172,7 @@ class Recorder:
         now = self._values()
         optimizers = optimizer_search.optimizers(self._model)
         gradient = None
-        if not self._strategy.config.shard_optimizer:  # with split slots each process has its pieces
+        if not self._strategy.splits_state:  # else each process has its pieces
             kept = [part for optimizer in optimizers for part in _gradients.get(id(_leaf(optimizer)), [])]
             if kept:
                 values = [variable.numpy().astype(np.float64).ravel() for variable in kept]

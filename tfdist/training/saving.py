@@ -59,7 +59,7 @@ def write_together(
 def may_be_in_parts(context: LoopContext, model: keras.Model) -> bool:
     """Returns whether a model that a training builds may have state of which each worker holds a part."""
     strategy = context.strategy
-    splits = strategy.config.shard_optimizer or strategy.mesh is not None or any(map(is_own, model.variables))
+    splits = strategy.splits_state or any(map(is_own, model.variables))
     return context.ranks.size > 1 and splits
 
 

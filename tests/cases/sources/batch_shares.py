@@ -15,19 +15,18 @@ from tests.cases.case import case
 from tests.cases.sources import split_tables
 from tests.cases.sources.local_steps import EPOCHS, SIZE, Adam, X, Y, is_near, linear, local
 from tests.helpers.options import options_set
-from tfdist.replicas.batch_shares import BatchShares
 
 
 @contextlib.contextmanager
 def shares(world, *numbers):
     """Divides batches by these numbers, or by speed."""
     strategy = world.trainer.strategy
-    strategy.batch_shares = BatchShares(world.workers)
-    if numbers:
-        strategy.batch_shares.assign(numbers)
-        strategy.batch_shares.is_settled = True
     try:
-        yield strategy.batch_shares
+        with options_set(strategy, batch_shares="by_speed"):
+            if numbers:
+                strategy.batch_shares.assign(numbers)
+                strategy.batch_shares.is_settled = True
+            yield strategy.batch_shares
     finally:
         strategy.batch_shares = None
 

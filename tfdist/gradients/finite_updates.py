@@ -1,0 +1,71 @@
+"""Updates that are skipped because a gradient is not finite."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+
+import keras
+import tensorflow as tf
+
+from tfdist.aliases import Gradient
+from tfdist.compat import optimizer_search
+from tfdist.config.strategy_traits import traits_of
+from tfdist.gradients import gradient_lists
+from tfdist.gradients.conditions import cond_of
+from tfdist.gradients.optimizer import update_of
+from tfdist.strategy import as_ours
+
+
+class FiniteUpdates:
+    """Skips updates whose reduced gradients are not finite, and counts them, for the NaN policies `stop` and `skip`.
+
+    All replicas test the same sum and decide the same, so the update may contain collectives.
+
+    Attributes:
+        skipped: The number of updates that this process has skipped.
+    """
+
+    def __init__(self, strategy: tf.distribute.Strategy):
+        with strategy.scope(), tf.init_scope():
+            self.skipped = tf.Variable(
+                0, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
+            )
+
+    def make(
+        self,
+        strategy: tf.distribute.Strategy,
+        update: Callable[[], None],
+        grads: Sequence[Gradient],
+        finite: tf.Tensor | None = None,
+    ) -> None:
+        """Calls `update` if the reduced gradients are finite, else counts a skipped update. In cross-replica context.
+
+        `finite` says whether they are, if the caller knows it.
+        """
+        local = strategy.experimental_local_results
+        if finite is None:
+            zero_or_nan = gradient_lists.nan_unless_finite([local(grad)[0] for grad in grads])
+            ours = as_ours(strategy)
+            if ours:
+                zero_or_nan = ours.sum_over_pieces(zero_or_nan)
+            finite = tf.math.is_finite(zero_or_nan)
+
+        def skip() -> None:
+            for count in local(self.skipped):
+                count.assign_add(1)
+
+        cond = cond_of(strategy) if traits_of(strategy).compresses else tf.cond
+        cond(finite, update, skip)
+
+
+def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
+    """Makes a distributed optimizer skip updates with non-finite gradients; a `LossScaleOptimizer` does so itself."""
+    update = update_of(optimizer)
+    if update is not None and not update.scaled and update.finite is None:
+        update.finite = FiniteUpdates(strategy)
+
+
+def skipped_updates(model: keras.Model) -> list[tf.Variable]:
+    """Returns the counts of updates that this process has skipped, one for each optimizer with `skip_non_finite`."""
+    updates = map(update_of, optimizer_search.optimizers(model))
+    return [update.finite.skipped for update in updates if update is not None and update.finite]
