@@ -200,7 +200,7 @@ class Embedding(keras.layers.Layer):
                 asked["mesh"] = ""
         relations.check(asked, "sharded_table")
         if self.embeddings_regularizer and self._is_on_workers():
-            relations.check({"worker_table": self.name, "regularizer": ""})
+            relations.check({"worker_table": f"{self.name} with rows on the workers", "regularizer": ""})
 
     def call(self, inputs: Ids, weights: Any = None) -> Any:
         """Returns the rows of ids, combined if there is a combiner."""

@@ -54,7 +54,7 @@ def look_up(layer: str, variable: tf.Variable, ids: tf.Tensor, workers: int) -> 
     if keras_internals.in_symbolic_scope() or (step is not None and step.is_alone):  # traced, and not run
         return tf.gather(variable, ids // workers)
     if step is not None and step.is_compiled:
-        relations.check({"worker_table": layer, "jit_compile": ""})
+        relations.check({"worker_table": f"{layer} with rows on the workers", "jit_compile": ""})
     why = _fault(step)
     if why:
         raise ConfigError(
@@ -62,7 +62,7 @@ def look_up(layer: str, variable: tf.Variable, ids: tf.Tensor, workers: int) -> 
         )
     assert step is not None  # noqa: S101 (for the type checker)
     if isinstance(communicator_for(tf.distribute.get_strategy()), DeviceCommunicator):
-        relations.check({"worker_table": layer, "gpus_of_workers": ""})
+        relations.check({"worker_table": f"{layer} with rows on the workers", "gpus_of_workers": ""})
     unique, places = tf.unique(ids)
     context = tf.distribute.get_replica_context()
     plan = _Plan(*context.merge_call(_ask, args=(unique, tf.cast(step.number, tf.int64))))
