@@ -73,6 +73,13 @@ class Feature:
             ConfigError: The feature cannot train the model.
         """
 
+    def needs_assigned(self, model: keras.Model) -> bool:
+        """Returns whether `set_assigned` must be called before the first training step of a built model."""
+        return False
+
+    def set_assigned(self, model: keras.Model, weights: Sequence[keras.Variable]) -> None:
+        """Takes the weights that a training step assigns, and for which no optimizer gets a gradient. Eager, on all tasks."""
+
     def needs_update(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> bool:
         """Returns whether the optimizer must update through `AccumulatingUpdate` even with one replica."""
         return False

@@ -15,6 +15,8 @@ class Arm:
         devices: The devices of each worker.
         workers: The number of workers; parameter servers have one, and two servers.
         threads: For each rank the number of threads of TensorFlow's operations, if it matters.
+        transport: The transport of gradients, if it is not chosen by itself.
+        pieces: Whether the workers hold each kernel in pieces, by a layout map.
     """
 
     name: str
@@ -22,6 +24,8 @@ class Arm:
     devices: int = 1
     workers: int = 1
     threads: tuple[int, ...] = ()
+    transport: str = ""
+    pieces: bool = False
 
 
 ONE_DEVICE = Arm("one_device", "one_device")
@@ -32,8 +36,21 @@ TWO_EACH = Arm("two_each", "multi_worker_mirrored", devices=2, workers=2)
 THREE_WORKERS = Arm("three_workers", "multi_worker_mirrored", workers=3)
 UNLIKE_THREADS = Arm("unlike_threads", "multi_worker_mirrored", workers=2, threads=(1, 4))
 SERVERS = Arm("servers", "parameter_server")
+GRPC = Arm("grpc", "multi_worker_mirrored", workers=2, transport="grpc")
+PIECES = Arm("pieces", "multi_worker_mirrored", workers=2, pieces=True)
 ALL = (MIRRORED, WORKERS, TWO_EACH, SERVERS)  # what users begin with
 ARMS = {
     arm.name: arm
-    for arm in (ONE_DEVICE, MIRRORED, FOUR_DEVICES, WORKERS, TWO_EACH, THREE_WORKERS, UNLIKE_THREADS, SERVERS)
+    for arm in (
+        ONE_DEVICE,
+        MIRRORED,
+        FOUR_DEVICES,
+        WORKERS,
+        TWO_EACH,
+        THREE_WORKERS,
+        UNLIKE_THREADS,
+        SERVERS,
+        GRPC,
+        PIECES,
+    )
 }

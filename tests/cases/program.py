@@ -9,6 +9,7 @@ import pathlib
 import re
 import sys
 import time
+from typing import Any
 
 from tests.cases.arms import ARMS
 
@@ -17,9 +18,21 @@ rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os
 if arm.threads:  # TensorFlow reads it when it starts
     os.environ["TF_NUM_INTRAOP_THREADS"] = str(arm.threads[rank])
 
+import keras  # noqa: E402
+
 import tfdist  # noqa: E402
 
-strategy = tfdist.Trainer(arm.strategy, **({"devices": arm.devices} if arm.devices > 1 else {})).strategy
+options: dict[str, Any] = {"devices": arm.devices} if arm.devices > 1 else {}
+if arm.transport:
+    options["transport"] = arm.transport
+if arm.pieces:
+    mesh = keras.distribution.DeviceMesh((1, 2), ("batch", "model"), ["worker:0", "worker:1"])
+    layout_map = keras.distribution.LayoutMap(mesh)
+    layout_map[".*/kernel"] = (None, "model")
+    distribution = keras.distribution.ModelParallel(layout_map=layout_map, batch_dim_name="batch")
+    keras.distribution.set_distribution(distribution)
+strategy = tfdist.Trainer(arm.strategy, **options).strategy
+keras.distribution.set_distribution(None)  # the Trainers of the cases take the strategy
 
 from tests.cases import case as case_lib  # noqa: E402 (the strategy comes first)
 

@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.fuzz import batch_metrics, kept, overrides
+from tests.fuzz import batch_metrics, kept, overrides, uses
 from tests.fuzz.cases import ONE_NUMBER, SEVERAL, Case
 from tests.fuzz.formulas import NUMBERS, VALUES, State, mask_of
 from tests.fuzz.models import make_data
@@ -114,6 +114,14 @@ def clipped(grads: Arrays, options: dict[str, Any]) -> Arrays:
     return [np.clip(grad, -limit, limit) for grad in grads]
 
 
+def used(use: str, grads: Arrays) -> Arrays:
+    """Returns the gradients that a step applies."""
+    limits = {"global norm": {"global_clipnorm": uses.GLOBAL_NORM}, "norm": {"clipnorm": uses.NORM}}
+    if use == "sign":
+        return [np.sign(grad) for grad in grads]
+    return clipped(grads, {"clipvalue": uses.VALUE} if use == "value" else limits.get(use, {}))
+
+
 class Rule:
     """An optimizer's formula for one variable; `state` keeps its arrays by name."""
 
@@ -202,14 +210,35 @@ def train(case: Case, model: keras.Model) -> Trained:
     if case.class_weight:
         classes = data[1] if case.loss == "sparse" else data[1].argmax(-1)
         data = (*data, np.vectorize(case.class_weight.get)(classes))
+    scale = 1.0  # of the gradients that the step sees
+    if case.step == "scaled":
+        scale = (2.0**10 if case.scales else 1.0) * (options.get("loss_scale_factor") or 1.0)
+
+    def gradients(batch: tuple[Any, ...], sizes: list[int], logs: Average) -> Arrays:
+        with tf.GradientTape() as tape:
+            loss = loss_of(case, model, batch, True, logs, state)
+        right.step(sizes)
+        grads = tape.gradient(loss, [variable.value for variable in variables])
+        return [scale * tf.convert_to_tensor(grad).numpy() for grad in grads]
+
     for parts, evaluated_parts in case.passes():
         logs = Average()
+        norm: dict[str, float] = {}
         for batch, sizes in batches(data, parts):
-            with tf.GradientTape() as tape:
-                loss = loss_of(case, model, batch, True, logs, state)
-            right.step(sizes)
-            grads = tape.gradient(loss, [variable.value for variable in variables])
-            dense = [tf.convert_to_tensor(grad).numpy() for grad in grads]
+            if case.use == "sharp":
+                before = [variable.numpy() for variable in variables]
+                grads = gradients(batch, sizes, Average())
+                length = np.sqrt(sum((grad**2).sum() for grad in grads)) + uses.TINY
+                for variable, value, grad in zip(variables, before, grads, strict=True):
+                    variable.assign(value + uses.UPHILL / length * grad)
+                grads = gradients(batch, sizes, logs)
+                for variable, value in zip(variables, before, strict=True):
+                    variable.assign(value)
+            else:
+                grads = gradients(batch, sizes, logs)
+            if case.use == "logged norm":
+                norm = {"norm": float(np.sqrt(sum((grad**2).sum() for grad in grads)))}
+            dense = [grad / scale for grad in used(case.use, grads)]
             sums, steps = [a + b for a, b in zip(sums, dense, strict=True)] if sums else dense, steps + 1
             if steps % every == 0:
                 updates += 1
@@ -224,7 +253,9 @@ def train(case: Case, model: keras.Model) -> Trained:
                 if (often := options["ema_overwrite_frequency"]) and steps % often == 0:
                     for variable, average in zip(variables, averages, strict=True):
                         variable.assign(average)
-        found = logs.result(case)
+            for average, variable in zip(getattr(model, "averages", []), variables, strict=False):
+                average.assign(uses.KEPT * average.numpy() + (1 - uses.KEPT) * variable.numpy())
+        found = logs.result(case) | norm
         if case.loop == "generator":  # an evaluation follows each fit
             reads.append(Read(options["learning_rate"], updates, model.get_weights()))
             end_fit()

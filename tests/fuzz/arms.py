@@ -36,11 +36,12 @@ def draw(seed: int, arm: str) -> Case:
         changed = later_draws.alone(case) if is_alone else {}
         return cases.without_refused(dataclasses.replace(case, **changed))
     if arm == "servers":  # one worker, so that each step is a plain one
+        # Neither is a `LossScaleOptimizer` possible there.
         refused = ("gradient_accumulation_steps", "ema_overwrite_frequency")
         options = {name: None if name in refused else value for name, value in case.options.items()}
         changed = state_draws.on_servers(case)
         return dataclasses.replace(
-            case, replicas=1, compression=None, jit=False, eager=False, options=options, **changed
+            case, replicas=1, compression=None, jit=False, eager=False, scales=False, options=options, **changed
         )
     if case.replicas > 1 and cases.gathers(case):
         return dataclasses.replace(case, eager=False)  # several replicas of one process gather nothing then, and say so

@@ -1,7 +1,8 @@
 """Cases of the fuzz test: each integer seed draws a model, its data, and how it is trained.
 
 Seeds below 1000 draw what they always drew; from 1000 on, `later_draws` adds to that; from 10000 on, `state_draws`, too; from 20000 on,
-`call_draws`, too; from 30000 on, half of the cases split the optimizer's state; from 80000 on, half of them scale the loss.
+`call_draws`, too; from 30000 on, half of the cases split the optimizer's state; from 80000 on, half of them scale the loss; from 90000
+on, `use_draws` gives most of them a step that uses its gradients.
 """
 
 from __future__ import annotations
@@ -12,6 +13,7 @@ import random
 from typing import Any
 
 FIRST_WITH_STATE, FIRST_WITH_CALLS, FIRST_WITH_SHARDS, FIRST_WITH_SCALES = 10_000, 20_000, 30_000, 80_000  # seeds
+FIRST_WITH_USES = 90_000
 CLASSES, TOKENS, WORDS = 3, 4, 7
 SEQUENCES = ("tokens", "masked_tokens")
 SEVERAL = ("outputs", "masked_outputs")  # outputs, "a" and "b"; a mask reaches the loss of "a"
@@ -60,6 +62,8 @@ OWN = ("off", "own_rows")
 READS = ("reads", "halves")
 LOOPS = ("on_batch", "generator")
 OVERRIDES = ("metrics", "metrics of an object", "loss", "loss of an object")
+# What a step does with its gradients: clips, takes signs, logs their norm; or it moves weights by hand.
+USES = ("global norm", "norm", "value", "sign", "logged norm", "sharp", "averages")
 CLASS_WEIGHT = {0: 0.5, 1: 2.0, 2: 1.5}
 
 
@@ -103,6 +107,7 @@ class Case:
     evaluated_steps: int = 0  # of the evaluation after each of them, on the same generator
     shards: bool = False  # whether the optimizer's state is split
     scales: bool = False  # whether a `LossScaleOptimizer` is around the optimizer
+    use: str = ""  # what the step does with its gradients
 
     @property
     def ids(self) -> bool:
@@ -197,7 +202,7 @@ def evenly(rows: list[int], parts: int) -> list[list[int]]:
 
 def draw(seed: int) -> Case:
     """Returns the case of a seed."""
-    from tests.fuzz import call_draws, later_draws, state_draws
+    from tests.fuzz import call_draws, later_draws, state_draws, use_draws
 
     case = draw_first(seed)
     if seed >= 1000:
@@ -212,6 +217,8 @@ def draw(seed: int) -> Case:
         # A step of one's own that does not scale its loss would be wrong in plain Keras, too.
         is_possible = case.step != "own" and "loss_scale_factor" not in case.options
         case = dataclasses.replace(case, scales=is_possible and random.Random(f"{seed}, scales").random() < 0.5)
+    if seed >= FIRST_WITH_USES:
+        case = use_draws.draw_use(case)
     return case
 
 

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-from tests.fuzz import overrides
+from tests.fuzz import overrides, uses
 from tests.fuzz.cases import CLASS_LOSSES, CLASSES, SEQUENCES, SEVERAL, TALL, TOKENS, WORDS, Case
 from tests.fuzz.kept import Keeps
 
@@ -94,7 +94,11 @@ def build(case: Case) -> keras.Model:
         head = layers.Dense(units)
         outputs = (layers.TimeDistributed(head) if name == "masked_tokens" else head)(x)
     kind = {"keras": keras.Model, "own": OwnStep, "scaled": ScaledStep}[case.step]
+    if case.use:
+        kind = uses.of_class(kind, case.use)
     model = overrides.of_class(kind, case.override)(inputs, outputs)
+    if case.use == "averages":
+        uses.add_averages(model)
     overrides.assign(model, case.override)
     return model
 

@@ -21,7 +21,8 @@ QUICK_OF_WORKERS = [1001]  # a hinge's sum, and a dataset function with batches 
 # 1000: a random layer. 10000: a layer that gathers the batch, in an execution whose steps have batches of several sizes. 10012: a mean
 # beside validations. 10036: metrics that are no sums beside a mean, a count and compression. 20001: fits on a generator, and an
 # object's compute_metrics. 20022: calls on batches, and a sum. 30082, 30235: split state, with averages that overwrite the weights.
-FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036, 20001, 20022, 30082, 30235]
+# 90007: split state, and accumulated gradients whose norm the step logs.
+FULL = [319, 338, 339, 342, 358, 1000, 10000, 10012, 10036, 20001, 20022, 30082, 30235, 90007]
 # 1037: a loss of vectors and synchronized BatchNorm, in a step for which one worker has no data. 10000, 10005: workers' own rows.
 # 10106: gathers beside gradients that are reduced in a condition. 20003: a softmax over the batch, in calls on batches. 20025: pairs of
 # examples, in fits on a generator. 71310: a queue of the batch, after a validation step for which one worker has no data.
@@ -41,6 +42,7 @@ GROUPS = [
     *(("workers", first, 3) for first in (20000, 20100)),
     ("servers", 20000, 3),
     *((arm, first, 3) for first in (30000, 80000) for arm in ("replicas", "workers")),
+    *((arm, 90000, 3) for arm in arms.ARMS),
 ]
 
 
@@ -138,6 +140,17 @@ def test_seeds_from_30000_on_draw_split_state_with_each_option(arm):
     for option in ("use_ema", "gradient_accumulation_steps", "clipnorm", "loss_scale_factor"):
         assert sum(bool(case.options.get(option)) for case in cases) > 5, option
     assert not any(arms.draw(seed, arm).shards for seed in range(20000, 20300))
+
+
+@pytest.mark.parametrize("arm", arms.ARMS)
+def test_seeds_from_90000_on_draw_steps_that_use_their_gradients(arm):
+    drawn = [arms.draw(seed, arm) for seed in range(90000, 90300)]
+    assert {*cases_lib.USES, ""} == {case.use for case in drawn}
+    used = [case for case in drawn if case.use]
+    assert len(used) > 150
+    for option in ("shards", "loop", "weights", "assigned") if arm != "servers" else ("loop", "weights", "assigned"):
+        assert sum(bool(getattr(case, option)) for case in used) > 10, option
+    assert not any(arms.draw(seed, arm).use for seed in (*range(1000, 1100), *range(80000, 80100)))
 
 
 def test_seeds_below_20000_draw_none_of_that():

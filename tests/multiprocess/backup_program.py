@@ -5,7 +5,7 @@ number-th time of that moment in that life, which is "step" (its end), "test" (a
 its part), "torn" (half of its part is written), "upload" (about to upload a file), "written" (its part is written) or "manifest"
 (about to write it; the chief alone). Instead of a rank it may name a task, which the chief then kills. `data` of `DATA`;
 `signal` in place of SIGKILL, after which the chief's steps are slow if another task got it; `suspended`: for how many seconds the chief is then suspended;
-`sync_every`; `bucket_bytes` of each life; `folder` of the backups in place of `backup` in the output folder, in which `{rank}` stands for the rank.
+`sync_every`; `teacher`: whether the model has one; `bucket_bytes` of each life; `folder` of the backups in place of `backup` in the output folder, in which `{rank}` stands for the rank.
 """
 
 import itertools
@@ -153,6 +153,23 @@ def build():
     )
 
 
+class MeanTeacher(keras.Model):
+    """A model and its teacher, whose weights each step moves towards the model's."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = build(), build()
+
+    def call(self, x, training=None):
+        return self.student(x, training=training)
+
+    def train_step(self, data):
+        logs = super().train_step(data)
+        for e, w in zip(self.teacher.weights, self.student.weights, strict=True):
+            e.assign(0.8 * e + 0.2 * w)
+        return logs
+
+
 (x, y), validation = digits.load()
 x, y, validation = x[:EXAMPLES], y[:EXAMPLES], (validation[0][:64], validation[1][:64])
 plain = tf.data.Dataset.from_tensor_slices((x, y))
@@ -232,7 +249,7 @@ DATA = {
 }
 
 with trainer.scope():
-    model = build()
+    model = MeanTeacher() if options.get("teacher") else build()
     optimizer = keras.optimizers.Adam(3e-3, **options.get("optimizer", {}))
     if options.get("loss_scale"):
         optimizer = keras.optimizers.LossScaleOptimizer(optimizer, initial_scale=2.0**10, dynamic_growth_steps=4)

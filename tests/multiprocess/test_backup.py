@@ -189,8 +189,8 @@ COMPRESSION = {
 
 
 def test_workers_that_train_alone_are_the_same_after_a_kill(tmp_path):
-    """Killed between two exchanges: their weights and slots differ, beside the anchor, the outer momentum and what a compressor feeds back."""
-    how = {"compression": COMPRESSION, "sync_every": 4}
+    """Killed between two exchanges: their weights, a teacher's and slots differ, beside the anchor, the outer momentum and what a compressor feeds back."""
+    how = {"compression": COMPRESSION, "sync_every": 4, "teacher": True}
     code, text, expected = run("multi_worker_mirrored", tmp_path / "whole", save_freq=0, **how)
     assert code == 0, text
     code, text, results = run(

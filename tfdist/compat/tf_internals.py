@@ -30,6 +30,7 @@ from tensorflow.python.distribute.distribute_utils import regroup
 from tensorflow.python.distribute.values import DistributedVariable, SyncOnReadVariable
 from tensorflow.python.eager import context as eager_context
 from tensorflow.python.framework import op_def_registry, random_seed
+from tensorflow.python.framework.auto_control_deps_utils import get_read_write_resource_inputs
 from tensorflow.python.framework.config import is_op_determinism_enabled
 from tensorflow.python.ops import nn_impl_distribute as average_losses
 from tensorflow.python.ops import script_ops
@@ -207,6 +208,12 @@ def set_draws(holder: Any, count: int) -> None:
 
 def _seed_name(holder: Any) -> str:
     return TF_GRAPH_SEED if isinstance(holder, tf.Graph) else TF_GLOBAL_SEED
+
+
+def written_handles(graph: tf.Graph) -> set[int]:
+    """Returns the ids of the handles of outer variables that a function's graph writes, also within its own functions."""
+    written = {id(handle) for op in graph.get_operations() for handle in get_read_write_resource_inputs(op)[1]}
+    return {id(outer) for outer, inner in graph.captures if id(inner) in written}
 
 
 def graph_depth(graph: tf.Graph) -> int:

@@ -8,7 +8,7 @@ read, `MovingStatistics.show_shared` exchanges the two in place.
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import keras
@@ -24,7 +24,7 @@ from tfdist.feature import Feature, RunningStep
 from tfdist.gradients.optimizer import update_of
 from tfdist.gradients.reduction import Reduction
 from tfdist.layers.table import is_own
-from tfdist.replicas import batch_splitting
+from tfdist.replicas import batch_splitting, declared_weights
 from tfdist.strategy import Strategy
 
 _ATTRIBUTE = "local_steps"  # of the optimizer: TensorFlow tracks it, so that backups hold its variables
@@ -42,6 +42,12 @@ class LocalTraining(Feature):
 
     def attach_model(self, model: keras.Model, engine: Any) -> None:
         relations.check({"sync_every": "", **model_features.of_model(model)}, "sync_every")
+
+    def needs_assigned(self, model: keras.Model) -> bool:
+        return all(local.averaged is None for local in of_model(model))
+
+    def set_assigned(self, model: keras.Model, weights: Sequence[keras.Variable]) -> None:
+        average_assigned(model, weights)
 
     def needs_update(self, model: keras.Model, optimizer: keras.optimizers.Optimizer, engine: Any) -> bool:
         return True
@@ -76,6 +82,8 @@ class LocalSteps(tf.Module):
     """The weights of a worker that steps alone, and their exchange with the other workers. It assumes one device per worker.
 
     Attributes:
+        weights: The variables of the optimizer; then the weights that steps assign and no optimizer has (see `average_assigned`).
+        averaged: The ids of the weights to which an exchange applies no outer optimizer; None if no trace has found them yet.
         hidden: For each weight the value that the model does not hold: the anchor while steps run, else this worker's own weight.
         velocity: For each weight the momentum of the outer optimizer, equal on all workers; empty without momentum.
         steps: The number of this worker's steps since the last exchange, equal on all workers.
@@ -111,7 +119,9 @@ class LocalSteps(tf.Module):
         self.examples = self._variable(0, tf.float64, is_own=True)
         self.exchanges = self._variable(0, tf.int64)
         self.skipped = self._variable(0, tf.float64)
-        self.reduction = Reduction(compressor or NONE, variables)
+        self._reduction_with = lambda more: Reduction(compressor or NONE, [*variables, *more])
+        self.reduction = self._reduction_with([])
+        self.averaged: frozenset[int] | None = None
         self._exchange_now = tf.function(self._exchange, autograph=False)
         strategy.statistics.add_local(self)
 
@@ -126,6 +136,12 @@ class LocalSteps(tf.Module):
             return tf.Variable(
                 tf.cast(value, dtype), trainable=False, synchronization=synchronization, aggregation=aggregation
             )
+
+    def add(self, variables: Variables) -> None:
+        """Adds weights that the optimizer does not have, before the first step."""
+        self.weights += [variable.value for variable in variables]
+        self.hidden += [self._variable(variable.value, variable.value.dtype, is_own=True) for variable in variables]
+        self.reduction = self._reduction_with(variables)
 
     def show(self, anchor: bool) -> None:
         """Makes the model hold the anchor, or this worker's own weights. Not a collective."""
@@ -185,7 +201,10 @@ class LocalSteps(tf.Module):
 
         def move() -> tf.Tensor:
             for index, anchor in enumerate(anchors):
-                anchor.assign_sub(self._outer.learning_rate * self._with_momentum(index, moves[index]))
+                step = moves[index]
+                if id(self.weights[index]) not in (self.averaged or ()):
+                    step = self._outer.learning_rate * self._with_momentum(index, step)
+                anchor.assign_sub(step)
             return tf.constant(True)
 
         # If a worker's weights are not finite, all return to the anchor.
@@ -227,7 +246,7 @@ def install(leaf: keras.optimizers.Optimizer, strategy: Strategy, compressor: Co
         if any(map(is_own, variables)):
             relations.check(("worker_table", "sync_every"))
         local = LocalSteps(leaf, strategy, compressor, own_skipped, variables)
-        update.of_weights = local.reduction
+        update.exchange = local
         setattr(leaf, _ATTRIBUTE, local)
 
     def build(original: Callable[..., None], variables: Variables) -> None:
@@ -237,6 +256,26 @@ def install(leaf: keras.optimizers.Optimizer, strategy: Strategy, compressor: Co
     if leaf.built:
         create(keras_internals.trainable_variables(leaf))
     leaf.build = functools.partial(build, leaf.build)
+
+
+def average_assigned(model: keras.Model, assigned: Variables) -> None:
+    """Makes exchanges average the weights that a model's step assigns and no optimizer updates, such as those of a mean teacher.
+
+    Statistics are averaged where they are read, and weights with a declared aggregation after each step.
+    """
+    values = {id(variable.value): variable for variable in assigned if _is_plain(variable.value)}
+    held = {id(weight) for local in of_model(model) for weight in local.weights}
+    for local in of_model(model):
+        local.averaged = frozenset(values)
+        new = values.keys() - held
+        if new:
+            local.add([variable for key, variable in values.items() if key in new])
+        held |= new
+
+
+def _is_plain(value: tf.Variable) -> bool:
+    is_declared = value.aggregation != tf.VariableAggregation.NONE or declared_weights.declared(value) is not None
+    return value.dtype.is_floating and not is_declared
 
 
 def of_optimizer(optimizer: keras.optimizers.Optimizer) -> LocalSteps | None:

@@ -141,12 +141,13 @@ class _ReduceThenApply:
         if step.tapes is not None:
             step.tapes.check_summed_once(grads)
         if step.tapes is not None and step.tapes.sums:
+            step.tapes.check_tables()
             grads, variables = list(grads), self._variables(trainable_variables)
             local = step.tapes.unsummed(grads)
             own = [grads[index] for index in local]
             summed = sum_in_step(step, own, [variables[index] for index in local], self._iterations()) if local else []
             totals = dict(zip(local, summed, strict=True))
-            grads = [totals.get(index, grad) for index, grad in enumerate(grads)]
+            grads = step.tapes.original_rows([totals.get(index, grad) for index, grad in enumerate(grads)])
             step.is_applying = True
             try:
                 return self._reduce(grads, trainable_variables, are_sums=True)
@@ -440,15 +441,16 @@ def get_reduction(optimizer: keras.optimizers.Optimizer) -> Reduction | None:
     update = update_of(getattr(optimizer, "inner_optimizer", optimizer))
     if update is None:
         return None
-    if update.of_weights:
-        return None if update.of_weights.compressor == NONE else update.of_weights
-    return update.reduction
+    if not update.exchange:
+        return update.reduction
+    reduction: Reduction = update.exchange.reduction
+    return None if reduction.compressor == NONE else reduction
 
 
 def get_compressor(optimizer: keras.optimizers.Optimizer) -> Compressor | None:
     """Returns the compressor of an optimizer's gradients, also before `build`; None without one."""
     update = update_of(getattr(optimizer, "inner_optimizer", optimizer))
-    if update is None or not update.of_weights:
+    if update is None or not update.exchange:
         return None if update is None else update.compressor
     reduction = get_reduction(optimizer)
     return reduction.compressor if reduction else None

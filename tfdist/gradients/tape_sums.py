@@ -32,6 +32,10 @@ _LOCAL = (
     "where the loss depends on it linearly, as a Hessian times a vector does; in other losses (MAML, a norm of it) one device would use the "
     "gradient of the whole batch. There, train with one replica for each worker under parameter_server, or on one device."
 )
+_OWN_ROWS = (
+    "The step uses the gradient of {path} otherwise than to apply it, and each worker has only the gradient of the rows that it holds. Give "
+    "tfdist.layers.Embedding shards=1, or let the optimizer clip (clipnorm, global_clipnorm)."
+)
 _warned: set[str] = set()  # the lines for which `_LOCAL` was logged
 
 
@@ -57,6 +61,7 @@ class TapeSums:
         self._returned: dict[
             int, tuple[Gradient, Gradient]
         ] = {}  # what a tape has returned, and the replica's own gradient
+        self._of_tables: list[tuple[Gradient, str]] = []  # gradients of rows that this worker holds, and their paths
         self._by_hand: dict[int, tuple[Any, str]] = {}  # gradients that the step has summed, and its line
 
     def returned(self, sources: Sequence[Any], grads: Sequence[Gradient]) -> list[Gradient]:
@@ -73,6 +78,11 @@ class TapeSums:
         for index, value in zip(of_variables, values, strict=True):
             returned[index] = _new(value)
             self._returned[id(returned[index])] = returned[index], grads[index]
+        for index, (source, grad) in enumerate(zip(sources, grads, strict=True)):
+            if self._sum is not None and _is_trained(source, grad) and is_own(source):
+                returned[index] = _new(grad)
+                self._returned[id(returned[index])] = returned[index], grad
+                self._of_tables.append((returned[index], getattr(source, "path", source.name)))
         return returned
 
     def keeps_local(self, sources: Sequence[Any]) -> None:
@@ -118,6 +128,19 @@ class TapeSums:
                 place = self._by_hand[id(grad)][1]
                 raise ConfigError(_SUMMED_TWICE.format(place=place, values="gradients that it applies"))
 
+    def check_tables(self) -> None:
+        """Raises ConfigError if the step reads a gradient of rows that this worker holds, which is summed already."""
+        if self._graph is None:
+            return
+        for grad, path in self._of_tables:
+            if any(tensor.consumers() for tensor in _tensors_of(grad)):
+                raise ConfigError(_OWN_ROWS.format(path=path))
+
+    def original_rows(self, grads: Sequence[Gradient]) -> list[Gradient]:
+        """Returns gradients to apply, with the original ones of rows that this worker holds, so that only the step reads the returned ones."""
+        tables = {id(grad) for grad, _ in self._of_tables}
+        return [self._returned[id(grad)][1] if id(grad) in tables else grad for grad in grads]
+
     def originals(self, grads: Sequence[Gradient]) -> list[Gradient]:
         """Returns gradients to apply, with this replica's own ones in place of those that a tape has returned."""
         return [self._returned[id(grad)][1] if id(grad) in self._returned else grad for grad in grads]
@@ -132,10 +155,7 @@ class TapeSums:
 
     def _tensors(self) -> list[tf.Tensor]:
         """Returns the values, and the ids of rows, that only the step reads."""
-        found = []
-        for grad, _ in self._returned.values():
-            found += [grad.values, grad.indices] if isinstance(grad, tf.IndexedSlices) else [grad]
-        return found
+        return [tensor for grad, _ in self._returned.values() for tensor in _tensors_of(grad)]
 
     def unsummed(self, grads: Sequence[Gradient]) -> list[int]:
         """Returns the indices of the gradients to apply that depend on no sum, such as those of a tape in a `tf.while_loop`."""
@@ -154,8 +174,17 @@ class TapeSums:
 
 def _is_shared(source: Any, grad: Gradient) -> bool:
     """Returns whether a gradient with respect to a source is a summand of that of the whole batch."""
+    return _is_trained(source, grad) and not is_own(source)
+
+
+def _is_trained(source: Any, grad: Gradient) -> bool:
+    """Returns whether a gradient is one with respect to a trainable variable."""
     is_variable = isinstance(source, (keras.Variable, tf.Variable)) and source.trainable
-    return grad is not None and is_variable and not is_own(source)
+    return grad is not None and is_variable
+
+
+def _tensors_of(grad: Gradient) -> list[tf.Tensor]:
+    return [grad.values, grad.indices] if isinstance(grad, tf.IndexedSlices) else [grad]
 
 
 def _in_graph(graph: tf.Graph) -> bool:

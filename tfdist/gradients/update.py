@@ -45,7 +45,7 @@ class AccumulatingUpdate:
         self.clip_pieces: Callable[[Sequence[Gradient], Variables], Sequence[Gradient]] = lambda grads, _: grads
         self.finite: Any = None  # the `FiniteUpdates`, unless non-finite updates are applied, too
         self.takes_sums = False  # whether the gradients to apply are sums over all replicas
-        self.of_weights: Reduction | None = None  # the sum of the weights' moves, of workers that train alone
+        self.exchange: Any = None  # the `LocalSteps` of a worker that trains alone
         self._clip: Callable[[Sequence[Gradient]], Sequence[Gradient]] | None = None
         # An optimizer that overrides `apply` must receive what one process would: each step's reduced gradient.
         self._reduces_each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
@@ -215,6 +215,9 @@ class AccumulatingUpdate:
         call = strategy.extended.call_for_each_replica
         # TensorFlow's all-reduce works within a replica. Gradients of an optimizer that overrides `apply` were reduced at each step.
         is_summed = self.accumulates and not self.trains_alone
+        if self.sharded and not is_summed:  # a step that uses its gradients has accumulated sums
+            self._step_across(strategy, call(self._shares, args=(grads, variables)), variables)
+            return
         if not is_summed or not (self.reduction or self.sharded or uses_bucketed_all_reduce(strategy)):
             call(self._update, args=(grads, variables))
             return

@@ -51,10 +51,14 @@ def build(model: keras.Model, step: str, batch: Structure, parts: int | None = N
             _by_call(model, batch)
             return
         unbuilt = _unbuilt(model) - unused.get(step, set())
-        if not unbuilt or _by_keras_step(model, step, unbuilt):
+        features = model.distribute_strategy.features if step == "train_step" else ()
+        waiting = [feature for feature in features if feature.needs_assigned(model)]
+        if not waiting and (not unbuilt or _by_keras_step(model, step, unbuilt)):
             return
         try:
-            trace(getattr(model, step), model, batch)
+            assigned = trace(getattr(model, step), model, batch)
+            for feature in waiting:
+                feature.set_assigned(model, assigned)
         except Exception as e:
             # A step that runs eagerly may contain code that cannot be traced. Build the model as Keras does; if that fails, too, the
             # step's own error says more.
@@ -128,8 +132,11 @@ def uses_gradients(model: keras.Model) -> bool:
     return model in _users
 
 
-def trace(step: Step, model: keras.Model, batch: Structure) -> None:
-    """Traces the step, and drops the graph. Variables that the step makes are created outside of the graph."""
+def trace(step: Step, model: keras.Model, batch: Structure) -> list[keras.Variable]:
+    """Traces the step, and drops the graph. Variables that the step makes are created outside of the graph.
+
+    Returns the weights that the step assigns, and for which no optimizer gets a gradient, if a feature needs them.
+    """
     strategy = model.distribute_strategy
     with (
         tf_internals.FuncGraph(getattr(step, "__name__", "step")).as_default() as graph,
@@ -143,9 +150,21 @@ def trace(step: Step, model: keras.Model, batch: Structure) -> None:
             logs = step(tf.nest.map_structure(_placeholder, batch))
         if watched.is_used(logs):
             _users.add(model)
-    for optimizer, variables in applied:
+    for optimizer, variables, _ in applied:
         if not optimizer.built:
             optimizer.build(variables)
+    if not any(feature.needs_assigned(model) for feature in strategy.features):
+        return []
+    written = tf_internals.written_handles(graph)
+    for _, variables, grads in applied:
+        written -= {_handle(variable) for variable, grad in zip(variables, grads, strict=True) if grad is not None}
+    return [weight for weight in model.weights if _handle(weight) in written]
+
+
+def _handle(weight: keras.Variable) -> int:
+    """Returns the id of the handle of this process's component of a weight."""
+    component = weight.value.distribute_strategy.experimental_local_results(weight.value)[0]
+    return id(component.handle)
 
 
 def _outside_of_graphs(strategy: Strategy, create: Callable[..., tf.Variable], **kwargs: Any) -> tf.Variable:
@@ -173,15 +192,19 @@ def _placeholder(value: Structure) -> Structure:
 
 
 @contextlib.contextmanager
-def _recording_apply(optimizers: Sequence[keras.optimizers.Optimizer]) -> Iterator[list[tuple[Any, list[Any]]]]:
-    """Makes `apply` of the optimizers only record the variables for which it is called."""
-    applied: list[tuple[Any, list[Any]]] = []
+def _recording_apply(
+    optimizers: Sequence[keras.optimizers.Optimizer],
+) -> Iterator[list[tuple[Any, Variables, Sequence[Gradient]]]]:
+    """Makes `apply` of the optimizers only record the variables for which it is called, and their gradients."""
+    applied: list[tuple[Any, Variables, Sequence[Gradient]]] = []
 
     def record(
         optimizer: keras.optimizers.Optimizer, grads: Sequence[Gradient], trainable_variables: Variables | None = None
     ) -> None:
+        if trainable_variables is None and optimizer.built:
+            trainable_variables = keras_internals.trainable_variables(getattr(optimizer, "inner_optimizer", optimizer))
         if trainable_variables:
-            applied.append((optimizer, list(trainable_variables)))
+            applied.append((optimizer, list(trainable_variables), list(grads)))
 
     before = [vars(optimizer).get("apply") for optimizer in optimizers]
     for optimizer in optimizers:

@@ -224,6 +224,9 @@ class ReplicaStep:
         self._tapes = []
         with applying_sums(self.model, self.sums_at_tapes):
             yield
+        if self.sums_at_tapes:
+            for each in self._tapes:
+                each.check_tables()
         if not self.sums_at_tapes and any([each.is_used() for each in self._tapes]):
             raise GradientsUsedError
 

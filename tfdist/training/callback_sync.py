@@ -176,6 +176,8 @@ class _CheckConsistency(keras.callbacks.Callback):
             held += getattr(self.model.optimizer, "variables", [])
         variables = common(held, optimizers)
         remedy = f"They were compared {when}. Does something set weights from values that differ between tasks?"
+        if self._strategy.trains_alone:
+            remedy += " With sync_every a layer may assign only weights that it adds by add_weight(trainable=False)."
         hardware_difference = hardware.describe_difference(self._strategy)
         if hardware_difference:
             remedy += f" The tasks also differ in {hardware_difference}, which changes the rounding of sums."

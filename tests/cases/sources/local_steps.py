@@ -4,6 +4,7 @@ import contextlib
 
 import keras
 import numpy as np
+import tensorflow as tf
 
 import tfdist
 from tests.cases.arms import WORKERS
@@ -58,9 +59,12 @@ def descend(weights, gradients):
         weights[index] = weights[index] - 0.05 * gradient
 
 
-def diloco(optimizers, exchanges, rate, momentum):
-    """Returns the weights of a plain loop: the anchor after each exchange, the last one at the end; `exchanges` are the steps after which there is one."""
-    anchor = [np.full((3, 1), 0.5), np.zeros(1)]
+def diloco(optimizers, exchanges, rate, momentum, teacher=()):
+    """Returns the weights of a plain loop: the anchor after each exchange, the last one at the end; `exchanges` are the steps after which there is one.
+
+    With the weights of a teacher the student learns its outputs, too; the teacher follows the student, and exchanges average it.
+    """
+    anchor = [np.full((3, 1), 0.5), np.zeros(1), *teacher]
     velocity = [0.0, 0.0]
     own = [list(anchor) for _ in optimizers]
     anchors, examples = [], np.zeros(len(optimizers))
@@ -68,15 +72,22 @@ def diloco(optimizers, exchanges, rate, momentum):
     for number, rows in enumerate(steps, 1):
         for rank, part in enumerate(np.array_split(rows, len(optimizers))):
             x, y = X[part].astype("float64"), Y[part]
-            error = x @ own[rank][0] + own[rank][1] - y
+            w, b, *followers = own[rank]
+            error = x @ w + b - y
+            if followers:
+                error += x @ (w - followers[0]) + b - followers[1]
             optimizers[rank](own[rank], [2 * x.T @ error / len(x), 2 * error.mean(0)])
+            own[rank][2:] = [0.8 * e + 0.2 * w for e, w in zip(followers, own[rank], strict=False)]
             examples[rank] += len(part)
         if number not in exchanges:
             continue
-        for index in range(2):
+        for index in range(len(anchor)):
             move = sum(
                 share * (anchor[index] - w[index]) for share, w in zip(examples / examples.sum(), own, strict=True)
             )
+            if index > 1:
+                anchor[index] = anchor[index] - move
+                continue
             velocity[index] = momentum * velocity[index] + move
             anchor[index] = anchor[index] - rate * (move + momentum * velocity[index])
         own = [list(anchor) for _ in optimizers]
@@ -149,6 +160,89 @@ def callbacks_and_validations_see_the_anchor(world):
         "validations": (history["val_loss"], losses),
         "at the end": (is_near(model.get_weights(), anchors[-1]), True),
     }
+
+
+class MeanTeacher(keras.Model):
+    """A student and its teacher, whose weights each step moves towards the student's."""
+
+    def __init__(self):
+        super().__init__()
+        self.student, self.teacher = (keras.Sequential([keras.Input((3,)), keras.layers.Dense(1)]) for _ in range(2))
+        self.student.set_weights([np.full((3, 1), 0.5), np.zeros(1)])
+        self.teacher.set_weights(TEACHER)
+
+    def call(self, x):
+        return self.teacher(x)
+
+    def get_weights(self):
+        return self.student.get_weights() + self.teacher.get_weights()
+
+    def train_step(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            outputs = self.student(x)
+            loss = tf.reduce_mean((outputs - y) ** 2) + tf.reduce_mean((outputs - self.teacher(x)) ** 2)
+        variables = self.student.trainable_variables
+        self.optimizer.apply_gradients(zip(tape.gradient(loss, variables), variables, strict=True))
+        tf.cond(self.optimizer.iterations > 0, self.follow, lambda: None)
+        return {"loss": loss}
+
+    def follow(self):
+        for e, w in zip(self.teacher.weights, self.student.weights, strict=True):
+            e.assign(0.8 * e + 0.2 * w)
+
+
+TEACHER = [np.full((3, 1), 0.25), np.ones(1)]
+
+
+@case(WORKERS)
+def weights_that_steps_assign_are_averaged_without_outer(world):
+    pairs = {}
+    anchors = diloco([Adam() for _ in range(world.workers)], (2, 4, 9, 12), 0.7, 0.9, TEACHER)
+    losses = [float(np.mean((X @ anchors[n][2] + anchors[n][3] - Y) ** 2)) for n in (1, 1, 2)]
+    for kind in ("left out", "frozen", "in the optimizer"):
+        seen = Seen()
+        with local(world, "2,4:5", tfdist.Outer(learning_rate=0.7, momentum=0.9)):
+            with world.scope():
+                model = MeanTeacher()
+                model.compile(keras.optimizers.Adam(0.05), "mse")
+                model.teacher.trainable = kind != "frozen"
+                if kind == "in the optimizer":
+                    model.optimizer.build(model.trainable_variables)
+            how = {"batch_size": SIZE, "epochs": EPOCHS, "shuffle": False, "verbose": 0}
+            history = model.fit(X, Y, validation_data=(X, Y), callbacks=[seen], **how).history
+        start = [np.full((3, 1), 0.5), np.zeros(1), *TEACHER]
+        right = [start, *[anchors[0]] * 2, *[anchors[1]] * 5, *[anchors[2]] * 4]
+        pairs |= {
+            f"{kind}: seen": ([is_near(a, b) for a, b in zip(seen.weights, right, strict=True)], [True] * 12),
+            f"{kind}: validations": (history["val_loss"], losses),
+            f"{kind}: at the end": (is_near(model.get_weights(), anchors[3]), True),
+        }
+    return pairs
+
+
+class AssignsFrozen(keras.layers.Layer):
+    """Assigns what its batch yields to a weight that was trainable when it was made."""
+
+    def build(self, shape):
+        self.seen = self.add_weight(name="seen", shape=shape[1:])
+        self.trainable = False
+
+    def call(self, x):
+        self.seen.assign(keras.ops.mean(x, 0))
+        return x
+
+
+@case(
+    WORKERS,
+    error="The variable .*/seen must be the same .*With sync_every a layer may assign only weights that it adds by add_weight",
+)
+def frozen_weights_that_a_layer_assigns_are_an_error(world):
+    with local(world, 3):
+        with world.scope():
+            model = keras.Sequential([keras.Input((3,)), AssignsFrozen(), keras.layers.Dense(1)])
+            model.compile("sgd", "mse")
+        model.fit(X, Y, batch_size=SIZE, verbose=0)
 
 
 @case(WORKERS)

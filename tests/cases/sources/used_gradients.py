@@ -60,13 +60,13 @@ def changed(function):
     return Changed
 
 
-def trained(world, kind, momentum=0.0, epochs=1, rate=RATE, **compiled):
-    """Returns the weight, which begins at 1, and the last logs."""
+def trained(world, kind, momentum=0.0, epochs=1, rate=RATE, optimizer=None, data=(X, Y), **compiled):
+    """Returns the weight, which begins at 1, and the last logs. `optimizer` makes another optimizer than SGD."""
     with world.scope():
         entry = keras.Input((1,))
         model = kind(entry, keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")(entry))
-        model.compile(keras.optimizers.SGD(rate, momentum), **compiled)
-    history = model.fit(X, Y, 4, epochs, shuffle=False, verbose=0).history
+        model.compile(optimizer() if optimizer else keras.optimizers.SGD(rate, momentum), **compiled)
+    history = model.fit(*data, 4, epochs, shuffle=False, verbose=0).history
     return float(model.get_weights()[0][0, 0]), {key: values[-1] for key, values in history.items()}
 
 
@@ -165,3 +165,124 @@ class Nested(Step):
 @case(warning=r"used_gradients\.py:\d+: a tape within another tape, .*each replica's own examples.*kernel", full=())
 def a_nested_tape_over_weights_gets_a_warning(world):
     return {"is finite": (np.isfinite(trained(world, Nested)[0]), True)}
+
+
+class Adversarial(keras.Model):
+    """A GAN of two weights: the discriminator's gradient is clipped."""
+
+    def __init__(self):
+        super().__init__()
+        self.generator = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        self.discriminator = keras.layers.Dense(1, use_bias=False, kernel_initializer="ones")
+        self.generator_optimizer = keras.optimizers.SGD(RATE)
+        self.discriminator_optimizer = keras.optimizers.SGD(RATE)
+
+    def build(self, shape):
+        self.generator.build(shape)
+        self.discriminator.build(shape)
+
+    def call(self, noise):
+        return self.discriminator(self.generator(noise))
+
+    def train_step(self, data):
+        noise, real = data
+        variables = self.discriminator.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self.discriminator(real) - 1) ** 2 + self(noise) ** 2)
+        clipped = [tf.clip_by_norm(grad, 1.0) for grad in tape.gradient(loss, variables)]
+        self.discriminator_optimizer.apply(clipped, variables)
+        variables = self.generator.trainable_variables
+        with tf.GradientTape() as tape:
+            loss = tf.reduce_mean((self(noise) - 1) ** 2)
+        self.generator_optimizer.apply(tape.gradient(loss, variables), variables)
+        return {"loss": loss}
+
+
+@case(MIRRORED, WORKERS, full=True)
+def a_discriminator_clips_its_gradient(world):
+    with world.scope():
+        model = Adversarial()
+        model.build((None, 1))
+        model.compile(loss="mse")
+        model.generator_optimizer.build(model.generator.trainable_variables)
+        model.discriminator_optimizer.build(model.discriminator.trainable_variables)
+    model.fit(X, Y, batch_size=4, epochs=3, shuffle=False, verbose=0)
+    generator = discriminator = 1.0
+    for _ in range(3):
+        slope = np.mean(2 * (discriminator * Y - 1) * Y + 2 * discriminator * (generator * X) ** 2)
+        discriminator -= RATE * np.clip(slope, -1, 1)
+        generator -= RATE * np.mean(2 * (discriminator * generator * X - 1) * discriminator * X)
+    found = [float(layer.kernel.numpy()[0, 0]) for layer in (model.generator, model.discriminator)]
+    return {"weights": (found, [generator, discriminator])}
+
+
+class Penalty(Step):
+    """A step that clips the gradient of a loss with a gradient penalty, which is one with respect to inputs."""
+
+    def _gradients(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            with tf.GradientTape() as inner:
+                inner.watch(x)
+                out = self(x, training=True) ** 2
+            loss = tf.reduce_mean((out - y) ** 2) + tf.reduce_mean((inner.gradient(out, x) - 1) ** 2)
+        return tape.gradient(loss, self.trainable_variables), loss
+
+
+def penalized(w):
+    """Returns the gradient of the loss of `Penalty`: the output is (wx)^2, and its slope along x is 2w^2x."""
+    return float(np.mean(4 * (w**2 * X**2 - Y) * w * X**2 + 8 * (2 * w**2 * X - 1) * w * X))
+
+
+@case(MIRRORED, WORKERS, full=True)
+def a_step_clips_the_gradient_of_a_loss_with_a_gradient_penalty(world):
+    class Clipped(Penalty):
+        change = staticmethod(lambda grads: tf.clip_by_global_norm(grads, 2.0)[0])
+
+    rate, w = 1e-5, 1.0
+    for _ in range(3):
+        w -= rate * penalized(w)
+    unclipped = trained(world, Penalty, epochs=3, rate=rate)[0]
+    return {"clipped": (trained(world, Clipped)[0], 1 - RATE * 2), "unclipped": (unclipped, w)}
+
+
+class FastSign(Step):
+    """A step that trains on inputs which it has moved along the sign of their gradient (FGSM)."""
+
+    def _gradients(self, data):
+        x, y = data
+        with tf.GradientTape() as tape:
+            tape.watch(x)
+            loss = tf.reduce_mean((self(x, training=True) - y) ** 2)
+        return super()._gradients((x + 0.25 * tf.sign(tape.gradient(loss, x)), y))
+
+
+@case(MIRRORED, WORKERS, full=True)
+def a_step_moves_inputs_along_the_sign_of_their_gradient(world):
+    class Clipped(FastSign):
+        change = staticmethod(lambda grads: [tf.clip_by_value(grads[0], -20.0, 20.0)])
+
+    w = clipped = 1.0
+    for _ in range(3):
+        w -= RATE * gradient(w, X + 0.25 * np.sign((w * X - Y) * w))
+        slope = gradient(clipped, X + 0.25 * np.sign((clipped * X - Y) * clipped))
+        clipped -= RATE * np.clip(slope, -20, 20)
+    found = {kind.__name__: trained(world, kind, epochs=3)[0] for kind in (FastSign, Clipped)}
+    return {"weights": (found, {"FastSign": w, "Clipped": clipped})}
+
+
+@case(MIRRORED, WORKERS, full=True)
+def clipped_rows_of_a_table(world):
+    """TensorFlow's clips take the rows of a table one by one, also those of one word."""
+    words, targets = np.array([[0], [1], [2], [1]], "int32"), np.array([[1], [2], [3], [-5]], "float32")
+    with world.scope():
+        entry = keras.Input((1,), dtype="int32")
+        rows = keras.layers.Embedding(3, 1, embeddings_initializer="ones")(entry)
+        model = changed(clip)(entry, keras.layers.Flatten()(rows))
+        model.compile(keras.optimizers.SGD(RATE))
+    model.fit(words, targets, batch_size=4, epochs=2, shuffle=False, verbose=0)
+    table = np.ones((3, 1))
+    for _ in range(2):
+        each = 2 * (table[words[:, 0]] - targets) / 4
+        np.subtract.at(table, words[:, 0], RATE * each / max(1, np.linalg.norm(each)))
+    return {"table": (model.get_weights()[0], table)}
