@@ -9,11 +9,10 @@ import tensorflow as tf
 
 from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import communicator_for
-from tfdist.compat import keras_internals
+from tfdist.compat import keras_internals, model_features
 from tfdist.compat.tf_internals import regroup
-from tfdist.errors import ConfigError
+from tfdist.config import relations
 from tfdist.gradients import gradient_lists
-from tfdist.gradients.sharded_update import elementwise_fault
 from tfdist.layers.table import is_own, table_of
 
 
@@ -42,14 +41,10 @@ def map_others(
 
 def check(optimizer: keras.optimizers.Optimizer, clips_local: bool) -> None:
     """Raises ConfigError if an optimizer needs more of a table than this worker's rows. `clips_local`: each replica clips before the sum."""
-    fault = elementwise_fault(optimizer)
+    asked = {"worker_table": "", **model_features.of_optimizer(optimizer)}
     if clips_local:
-        fault = "clips each replica's gradient before the sum"
-    if fault:
-        raise ConfigError(
-            f"The optimizer {type(optimizer).__name__} {fault}, which is not possible (yet) for a table whose rows the workers hold: change the "
-            "optimizer, or give tfdist.layers.Embedding shards=1."
-        )
+        asked["replica_clip"] = f"the optimizer {type(optimizer).__name__}, which clips the gradient of each replica"
+    relations.check(asked, "worker_table")
 
 
 def clips(optimizer: keras.optimizers.Optimizer, variables: Variables) -> bool:
