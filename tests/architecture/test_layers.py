@@ -19,7 +19,7 @@ ROWS = [
     {"runtime"},
     {"runtime.end"},
     {"runtime.report"},
-    {"feature", "runtime.folders", "sharding", "verify.settings"},
+    {"config.relations", "feature", "runtime.folders", "sharding", "verify.settings"},
     {"cluster", "compat", "config"},
     {"strategy"},
     {"cluster.resolvers", "collectives", "data", "engine", "launch", "replicas"},

@@ -52,28 +52,29 @@ monitoring.update_freq=0 -> monitoring.update_freq must be a number of steps fro
 monitoring.profile_steps=25:20 -> monitoring.profile_steps must be the first and the last step, such as '20:25', or one step from 1. Received: '25:20'.
 validation_freq=0 -> validation_freq must be 1 to 2147483647. Received: 0.
 nan_policy=skp -> unknown nan_policy 'skp'; did you mean 'skip'? Known: ignore, skip, stop.
-nan_policy=skip & strategy.name=parameter_server & cluster.workers=2 & cluster.ps=1 -> nan_policy 'skip' is not possible under parameter_server, whose workers update variables
+nan_policy=skip & strategy.name=parameter_server & cluster.workers=2 & cluster.ps=1 -> nan_policy 'skip' is not possible with parameter_server, whose workers update variables
 max_restarts=-1 -> max_restarts must be 0 to 2147483647. Received: -1.
 strategy.bucket_bytes=-1 -> strategy.bucket_bytes must be 0 (off) to 1099511627776. Received: -1.
-strategy.name=one_device & strategy.shard_optimizer=True -> strategy.shard_optimizer is for mirrored and multi_worker_mirrored
-strategy.name=mirrored & strategy.sync_every=5 -> strategy.sync_every is for multi_worker_mirrored
-strategy.name=multi_worker_mirrored & strategy.sync_every=5 & strategy.devices=2 -> strategy.sync_every and strategy.batch_shares=by_speed take one device per worker
-strategy.name=multi_worker_mirrored & strategy.sync_every=5 & strategy.shard_optimizer=True -> strategy.sync_every and strategy.shard_optimizer exclude each other
-strategy.name=mirrored & strategy.batch_shares=by_speed -> strategy.batch_shares=by_speed is for multi_worker_mirrored
-strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & strategy.devices=2 -> strategy.sync_every and strategy.batch_shares=by_speed take one device per worker
-strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & deterministic=True -> strategy.batch_shares=by_speed and deterministic operations exclude each other
-strategy.outer.momentum=0.9 -> strategy.outer needs strategy.sync_every
+strategy.name=one_device & strategy.shard_optimizer=True -> strategy.shard_optimizer is not possible with one_device, because it is for mirrored and multi_worker_mirrored; leave it out.
+strategy.name=mirrored & strategy.sync_every=5 -> strategy.sync_every is not possible with mirrored, because it is for multi_worker_mirrored; leave it out.
+strategy.name=multi_worker_mirrored & strategy.sync_every=5 & strategy.devices=2 -> strategy.sync_every is not possible with strategy.devices='2', because a worker
+strategy.name=multi_worker_mirrored & strategy.sync_every=5 & strategy.shard_optimizer=True -> strategy.sync_every is not possible with strategy.shard_optimizer, because each worker updates all weights by itself; leave one of them out.
+strategy.name=mirrored & strategy.batch_shares=by_speed -> strategy.batch_shares=by_speed is not possible with mirrored, because it is for multi_worker_mirrored
+strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & strategy.devices=2 -> strategy.batch_shares=by_speed is not possible with strategy.devices='2', because a worker
+strategy.name=multi_worker_mirrored & strategy.batch_shares=by_speed & deterministic=True -> strategy.batch_shares=by_speed is not possible with deterministic operations, because TensorFlow
+strategy.name=parameter_server & strategy.features=json:F & cluster.workers=2 & cluster.ps=1 -> strategy.features is not possible with parameter_server, whose workers do not wait
+strategy.outer.momentum=0.9 -> strategy.outer is not possible with strategy.sync_every=0, because it needs the number of updates between two
 strategy.name=multi_worker_mirrored & strategy.sync_every=10,5 -> strategy.sync_every must be a number of updates, or a list such as 10,1000:50
 strategy.name=multi_worker_mirrored & strategy.sync_every=10,100:5,50:6 -> strategy.sync_every: the updates before the colons must rise
-strategy.name=mirrored & strategy.weights_dtype=bfloat16 -> strategy.weights_dtype=bfloat16 needs strategy.shard_optimizer=True
+strategy.name=mirrored & strategy.weights_dtype=bfloat16 -> strategy.weights_dtype=bfloat16 is not possible with strategy.shard_optimizer=False, because workers then send no
 strategy.timeout_seconds=nan -> strategy.timeout_seconds must be 0 (off) to 1000000000. Received: nan.
 strategy.name=mirrored & strategy.devices=0 -> 1 to 256 virtual CPUs, or device names. Received: 0.
 strategy.name=mirrored & strategy.devices=257 -> 1 to 256 virtual CPUs, or device names. Received: 257.
 strategy.name=multi_worker_mirrored & strategy.devices=CPU:0,cpu:0 -> strategy.devices names a device twice
-strategy.replicas=4 -> strategy.replicas does not apply to one_device
-strategy.name=tpu & strategy.replicas=4 -> mirrored or multi_worker_mirrored, or leave it at 0. Received
-strategy.name=parameter_server & strategy.replicas=4 & cluster.workers=2 & cluster.ps=1 -> does not apply to parameter_server
-strategy.name=mirrored & strategy.devices=2 & strategy.replicas=2 -> both set the devices of a worker; leave one of them out. Received: 2 and '2'.
+strategy.replicas=4 -> strategy.replicas=4 is not possible with one_device, which has no number of replicas
+strategy.name=tpu & strategy.replicas=4 -> with tpu, which has no number of replicas to share among workers; use strategy.name=mirrored
+strategy.name=parameter_server & strategy.replicas=4 & cluster.workers=2 & cluster.ps=1 -> strategy.replicas=4 is not possible with parameter_server
+strategy.name=mirrored & strategy.devices=2 & strategy.replicas=2 -> strategy.replicas=2 is not possible with strategy.devices='2', because both set the devices of a worker; leave one
 strategy.name=mirrored & strategy.replicas=-1 -> strategy.replicas must be 0 (off) to 2560000. Received
 strategy.name=mirrored & strategy.replicas=512 & global_batch_size=512 -> strategy.replicas=512 needs 512 virtual CPUs, more than 256; use 2, 4, 8, 16, 32, 64, 128 or 256 workers
 strategy.name=multi_worker_mirrored & strategy.replicas=4 & cluster.workers=3 & global_batch_size=32 -> strategy.replicas=4 is not divisible by 3 workers; use 1, 2 or 4 workers, or a multiple of 3 replicas.
@@ -84,13 +85,13 @@ cluster.ps=-1 -> cluster.ps must be 0 to 10000. Received: -1.
 cluster.ps=1 -> 'one_device' has no parameter servers, but cluster.ps is 1
 cluster.evaluator=2 -> cluster.evaluator must be 0 or 1. Received: 2.
 cluster.warm=2 -> cluster.warm must be 0 or 1. Received: 2.
-cluster.evaluator=1 & backup.save_freq=never -> but backup.save_freq is 'never'
+cluster.evaluator=1 & backup.save_freq=never -> cluster.evaluator is not possible with backup.save_freq=never, because it evaluates backups
 cluster.evaluator=1 & task=synthetic -> task 'synthetic' has no method eval_data; add
 strategy.name=parameter_server -> needs a parameter server: use --config.cluster.ps=1 or more
 strategy.name=mirrored & strategy.placement=by_byte -> did you mean 'by_bytes'?
-strategy.name=parameter_server & strategy.devices=2 & cluster.workers=2 & cluster.ps=1 -> does not apply to parameter_server
+strategy.name=parameter_server & strategy.devices=2 & cluster.workers=2 & cluster.ps=1 -> strategy.devices='2' is not possible with parameter_server
 strategy.name=parameter_server & jit_compile=True & cluster.workers=2 & cluster.ps=1 -> jit_compile is not possible
-strategy.name=parameter_server & precision=mixed_float16 & cluster.workers=2 & cluster.ps=1 -> precision mixed_float16 is not possible under parameter_server
+strategy.name=parameter_server & precision=mixed_float16 & cluster.workers=2 & cluster.ps=1 -> precision mixed_float16 is not possible with parameter_server
 task=digts -> Unknown task 'digts'; did you mean 'digits'?
 task=collections:Counter -> task 'collections:Counter' is not a tfdist.Task: it has no 'build_model'.
 task=no_such_package:Task -> The module of task 'no_such_package:Task' cannot be found
@@ -161,7 +162,7 @@ optimizer.momentum=0.9 -> optimizer 'adam' takes no 'momentum', which is an opti
 optimizer.name=sgd & optimizer.beta_1=0.8 -> schedulefreeadamw. It takes: momentum, nesterov, weight_decay,
 optimizer.clipnorm=1 & optimizer.clipvalue=1 -> may be set. Received: clipnorm, clipvalue.
 optimizer.gradient_accumulation_steps=8 & steps_per_epoch=2 & epochs=2 -> gradient_accumulation_steps is 8, but the run has 4 steps, so that no weight would be updated
-strategy.name=parameter_server & optimizer.gradient_accumulation_steps=2 & cluster.workers=2 & cluster.ps=1 -> optimizer.gradient_accumulation_steps is not possible under parameter_server
+strategy.name=parameter_server & optimizer.gradient_accumulation_steps=2 & cluster.workers=2 & cluster.ps=1 -> optimizer.gradient_accumulation_steps is not possible with parameter_server
 
 # Schedules
 schedule.name=cosin -> unknown schedule.name 'cosin'; did you mean 'cosine'?
@@ -181,7 +182,7 @@ schedule.name=step & schedule.boundaries=1.5 -> schedule.boundaries must be whol
 schedule.name=step & schedule.boundaries=3,6 & schedule.factor=1,2,3 -> or one for each of schedule.boundaries (2). Received
 schedule.name=step & schedule.boundaries=3 & schedule.factor=-1 -> schedule.factor must be one number of 0 to 1000, or one
 learning_rate_scaling=liner -> unknown learning_rate_scaling 'liner'; did you mean 'linear'?
-learning_rate_scaling=linear & strategy.name=parameter_server & cluster.workers=2 & cluster.ps=1 -> learning_rate_scaling 'linear' is not possible under parameter_server, where each step runs on one worker; use none.
+learning_rate_scaling=linear & strategy.name=parameter_server & cluster.workers=2 & cluster.ps=1 -> learning_rate_scaling 'linear' is not possible with parameter_server, where each step runs on one worker; use learning_rate_scaling=none.
 schedule.name=step & schedule.boundaries=1e300 -> schedule.boundaries must be at most 2147483647
 schedule.warmup_steps=1000000000000000000000000000000 -> schedule.warmup_steps must be 0 (off) to 2147483647
 schedule.warmup_epochs=1e300 -> schedule.warmup_epochs must be 0 (off) to 2147483647

@@ -226,7 +226,7 @@ def test_central_storage_says_all_that_it_cannot():
     config.jit_compile, config.precision, config.optimizer.use_ema = True, "mixed_float16", True
     with pytest.raises(ConfigError) as raised:
         validation.check(config)
-    assert [fault.partition(" is not possible under central_storage")[0] for fault in raised.value.faults] == [
+    assert [fault.partition(" is not possible with central_storage")[0] for fault in raised.value.faults] == [
         "jit_compile",
         "precision mixed_float16",
         "optimizer.use_ema",

@@ -173,7 +173,7 @@ def test_on_another_host_by_tf_config(tmp_path):
             "but here hosts starts them; leave",
         ),
         ("synthetic", EVALUATOR, ["--config.cluster.evaluator=0"], "task 'synthetic' has no method eval_data"),
-        ("digits", EVALUATOR, ["--config.backup.save_freq=never"], "but backup.save_freq is 'never'"),
+        ("digits", EVALUATOR, ["--config.backup.save_freq=never"], "is not possible with backup.save_freq=never"),
     ],
 )
 def test_what_no_evaluator_can_follow_is_said_in_one_sentence(

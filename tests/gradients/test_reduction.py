@@ -468,7 +468,7 @@ def test_rules_reach_variables_by_their_paths(trainer):
 @pytest.mark.parametrize("how", ["trainer", "optimizer"])
 def test_other_strategies_refuse(how):
     strategy = tfdist.create_strategy("central_storage", devices=2)
-    with pytest.raises(ConfigError, match="compression is not possible under CentralStorageStrategy"), strategy.scope():
+    with pytest.raises(ConfigError, match="compression is not possible with CentralStorageStrategy"), strategy.scope():
         if how == "trainer":
             tfdist.Trainer(strategy, compression="int8")
         else:

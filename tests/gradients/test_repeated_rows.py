@@ -70,7 +70,7 @@ def test_the_trainer_trains_as_dense_gradients_do(trainer, name):
     with trainer.scope():
         model = build(OPTIMIZERS[name])
     if name == "nadam" and isinstance(trainer.strategy, tf.distribute.experimental.CentralStorageStrategy):
-        with pytest.raises(tfdist.ConfigError, match="Nadam is not possible under central_storage"):
+        with pytest.raises(tfdist.ConfigError, match="Nadam is not possible with central_storage"):
             trainer.fit(model, IDS, TARGETS, verbose=0)
         return
     trainer.fit(model, IDS, TARGETS, batch_size=8, epochs=3, shuffle=False, verbose=0)

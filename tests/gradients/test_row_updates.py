@@ -252,10 +252,13 @@ def test_a_loaded_model_continues_with_its_slots(trainer, tmp_path):
 ERRORS = {
     "lamb": (
         lambda: keras.optimizers.Lamb(RATE),
-        "Lamb is not known to update each element independently; use one of SGD",
+        "Lamb, which is not known to update each element independently; use one of SGD",
     ),
-    "adamw": (lambda: keras.optimizers.AdamW(RATE), r"AdamW has weight_decay.*exclude_from_weight_decay"),
-    "averages": (lambda: keras.optimizers.Adam(RATE, use_ema=True), "Adam has use_ema=True"),
+    "adamw": (
+        lambda: keras.optimizers.AdamW(RATE),
+        r"weight_decay of the optimizer AdamW, .*exclude_from_weight_decay",
+    ),
+    "averages": (lambda: keras.optimizers.Adam(RATE, use_ema=True), "use_ema=True of the optimizer Adam"),
 }
 
 
@@ -265,7 +268,9 @@ def test_lazy_updates_that_are_not_possible_are_an_error(trainer, name):
     make, message = ERRORS[name]
     with trained.scope():
         model = build(make())
-    with pytest.raises(ConfigError, match=f"row_updates='lazy' is not possible for .* with {ROWS} rows: .*{message}"):
+    with pytest.raises(
+        ConfigError, match=f"row_updates='lazy' of .* with {ROWS} rows is not possible with .*{message}"
+    ):
         fit(model)
 
 

@@ -78,12 +78,12 @@ ERRORS = {
     "axis": "Invalid axis names",
     "mirrored": "needs the strategy multi_worker_mirrored",
     "servers": "needs the strategy multi_worker_mirrored",
-    "sharded": "not possible with shard_optimizer=True",
-    "local": "not possible with sync_every",
-    "shares": "not possible with batch_shares='by_speed'",
-    "scaled": "scales its loss, which is not possible",
-    "lamb": "Lamb is not known to update each element independently",
-    "compressed": "compression is not possible with keras.distribution.ModelParallel",
+    "sharded": "not possible with strategy.shard_optimizer",
+    "local": "not possible with strategy.sync_every",
+    "shares": "not possible with strategy.batch_shares=by_speed",
+    "scaled": "not possible with mixed_float16 (a LossScaleOptimizer)",
+    "lamb": "Lamb, which is not known to update each element independently",
+    "compressed": "keras.distribution.ModelParallel is not possible with compression",
     "mesh": "has 3 devices, and there must be one for each worker",
 }
 TRAININGS = [

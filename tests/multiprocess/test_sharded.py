@@ -29,9 +29,9 @@ OPTIONS = (
 ERRORS = {
     "old_format": "Keras' old format cannot hold state that is in parts on the workers: save to .keras or .weights.h5",
     "checkpoint_of_the_chief": "ModelCheckpoint writes a model whose state is in parts on the workers",
-    "lamb": "Lamb is not known to update each element independently",
-    "own_update": "OwnUpdate is not known to update each element independently",
-    "swapped_averages": "keras.callbacks.SwapEMAWeights cannot read them",
+    "lamb": "Lamb, which is not known to update each element independently",
+    "own_update": "OwnUpdate, which is not known to update each element independently",
+    "swapped_averages": "the callback SwapEMAWeights is not possible with strategy.shard_optimizer",
 }
 WORKERS, DEVICES = "multi_worker_mirrored", "mirrored:2"
 TRAININGS = [

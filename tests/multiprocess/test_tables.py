@@ -9,8 +9,8 @@ QUICK = ("sgd", "lazy", "not_finite", "custom")
 OTHERS = ("adagrad", "adam", "executions", "loss_scale")
 CLOSE = ("shared", "compressed", "eager", "clips", "clips_scaled", "clips_compressed", "accumulates", "averages")
 ERRORS = {
-    "lamb": "Lamb is not known to update each element independently",
-    "regularizer": "users has a regularizer, whose sum no worker can compute",
+    "lamb": "Lamb, which is not known to update each element independently",
+    "regularizer": "users with rows on the workers is not possible with embeddings_regularizer, whose sum no worker can compute",
     "saved alone": "Each worker holds some rows of the table users/embeddings_0",
     "called": "the model is called outside of a step, perhaps on one worker alone",
 }

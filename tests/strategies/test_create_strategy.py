@@ -45,7 +45,11 @@ def test_communication_options_pass_through(trainer):
         (["mirrord"], {}, "did you mean 'mirrored'?"),
         (["mirrored"], {"device": 2}, "did you mean 'devices'?"),
         (["multi_worker_mirrored"], {"transport": "grpcs"}, "did you mean 'grpc'?"),
-        (["mirrored"], {"transport": "mpi"}, "strategy.transport=mpi is for multi_worker_mirrored"),
+        (
+            ["mirrored"],
+            {"transport": "mpi"},
+            "strategy.transport=mpi is not possible with mirrored, because it is for multi_worker_mirrored",
+        ),
         (["multi_worker_mirrored"], {"transport": "ucx"}, "Known: auto, grpc, mpi, nccl, shared_memory, tcp"),
         (["multi_worker_mirrored"], {"devices": "GPU:0"}, "strategy.devices names GPU:0, which is not there"),
         (["parameter_server"], {"devices": 2}, "CUDA_VISIBLE_DEVICES"),

@@ -48,7 +48,7 @@ except ValueError as e:
     print(e, "tensorflow" in sys.modules)
 """
     done = run("-c", script)
-    assert done.stdout == f"jit_compile is not possible under {TOY}, which is a toy; leave it out. False\n", done.stderr
+    assert done.stdout == f"jit_compile is not possible with {TOY}, which is a toy; leave it out. False\n", done.stderr
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ except ValueError as e:
         ("make", {"global_batch_size": 33, "devices": 2}, "global_batch_size 33 is not divisible by 2 replicas"),
         ("make", {"cluster": ClusterConfig(workers=2)}, f"'{TOY}' trains in one process, but cluster.workers is 2"),
         ("make", {"cluster": ClusterConfig(ps=1)}, f"'{TOY}' has no parameter servers, but cluster.ps is 1"),
-        ("make_without_traits", {"compression": CompressionConfig("int8")}, "compression 'int8' is not possible under"),
+        ("make_without_traits", {"compression": CompressionConfig("int8")}, "compression 'int8' is not possible with"),
         ("make_untyped", {}, "The traits of strategy .* must be StrategyTraits. Received: {'compresses': True}"),
         ("mak", {}, "has no 'mak'; did you mean 'make'?"),
     ],

@@ -128,7 +128,7 @@ def test_an_own_train_step_cannot_be_compiled(trainer):
     with trainer.scope():
         model = Own([keras.Input((3,)), keras.layers.Dense(2)])
         model.compile("sgd", "mse", jit_compile=True)
-    with pytest.raises(ConfigError, match=r"the one of Own may do more .* jit_compile=False"):
+    with pytest.raises(ConfigError, match=r"with the train_step of Own, .* it may do more .* jit_compile=False"):
         trainer.fit(model, np.ones((4, 3)), np.ones((4, 2)))
 
 
@@ -237,16 +237,24 @@ def multi_optimizer():
         (
             lambda: sequential(keras.layers.BatchNormalization(synchronized=True, name="bn")),
             {"jit_compile": True},
-            "the layer bn is synchronized=True .* jit_compile=False",
+            "synchronized=True of the layer bn, because .* jit_compile=False",
         ),
-        (sequential, {"optimizer": OwnApply}, "OwnApply overrides apply_gradients"),
+        (
+            sequential,
+            {"optimizer": OwnApply},
+            "OwnApply is not possible with several replicas, because it overrides apply_gradients",
+        ),
         pytest.param(
             sequential,
             {"optimizer": multi_optimizer},
-            "MultiOptimizer is not supported",
+            "MultiOptimizer is not possible with several replicas",
             marks=pytest.mark.skipif(not hasattr(keras.optimizers, "MultiOptimizer"), reason="Keras has it since 3.15"),
         ),
-        (lambda: sequential(keras.layers.LSTM(2, stateful=True), shape=(4, 3), batch=4), {}, "lstm.* is stateful=True"),
+        (
+            lambda: sequential(keras.layers.LSTM(2, stateful=True), shape=(4, 3), batch=4),
+            {},
+            "stateful=True of the layer lstm",
+        ),
         (lambda: sequential(keras.layers.Dense(2, dtype="float8_from_float32")), {}, "float8 layers"),
     ],
 )

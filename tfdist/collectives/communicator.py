@@ -13,8 +13,8 @@ from tfdist.aliases import Launcher
 from tfdist.collectives.requests import AllGather, AllReduce, Cond, RankContext, flatten, unflatten
 from tfdist.collectives.tree import fold
 from tfdist.compat import tf_cluster, tf_internals
+from tfdist.config import relations
 from tfdist.config.strategy_traits import traits_of
-from tfdist.errors import ConfigError
 from tfdist.runtime.report.phase import main as phases
 
 Result = TypeVar("Result")
@@ -230,9 +230,7 @@ def check_compresses(strategy: tf.distribute.Strategy) -> None:
         ConfigError: The strategy does not support compression.
     """
     if not traits_of(strategy).compresses:
-        raise ConfigError(
-            f"compression is not possible under {type(strategy).__name__} (yet); use multi_worker_mirrored or mirrored."
-        )
+        relations.check({"compression": "", "not_compressing": type(strategy).__name__})
 
 
 class InProcessCommunicator(Communicator):

@@ -23,7 +23,7 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags
 
-from tfdist.config import command_line, registry
+from tfdist.config import command_line, registry, relations
 from tfdist.config.compression import COMPRESSORS
 from tfdist.config.constraints import MOST_SECONDS, MOST_STEPS
 from tfdist.errors import ConfigError, encodable, format_value, printable_lines, unknown_name_message
@@ -104,14 +104,13 @@ def _faults(values: flags.FlagValues, command: Sequence[str]) -> Iterator[str]:
     unknown = set(values.arms.upper().replace(",", "")) - set(arms.NAMES)
     if unknown:
         yield f"--arms must name some of A, B, C and D. Received: {format_value(values.arms)}."
-    if values.ps and values.shard_optimizer:
-        yield "--ps and --shard_optimizer exclude each other: leave out --shard_optimizer."
+    if values.ps:
+        options = {option: f"--{option}" for option in ("shard_optimizer", "compression") if values[option].value}
+        yield from relations.faults({"not_mirrors": "--ps", "not_compressing": "--ps", **options})
     if not 60 * values.minutes <= MOST_SECONDS:
         yield f"--minutes must be 0 to {MOST_SECONDS // 60}. Received: {values.minutes}."
     known = {*COMPRESSORS, *registry.find_plugins("compression", COMPRESSORS)}
-    if values.compression and values.ps:
-        yield "--ps and --compression exclude each other: leave out --compression."
-    elif ":" in values.compression:
+    if ":" in values.compression:
         registry.check_findable("compression", values.compression)
     elif values.compression and values.compression not in known:
         yield unknown_name_message("--compression", values.compression, known)

@@ -19,7 +19,7 @@ from keras.src.utils.naming import auto_name
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.compat.keras_internals import GRADIENT_ACCUMULATOR, OPTIMIZER_SCALARS, trainable_variables
-from tfdist.errors import ConfigError
+from tfdist.config import relations
 from tfdist.sharding.pieces import Pieces
 from tfdist.sharding.split_slot import SplitSlot
 
@@ -98,17 +98,12 @@ class Piece:
         return self.value * other
 
 
-NO_AVERAGES = (
-    "The moving averages of use_ema=True are split (shard_optimizer=True), so that keras.callbacks.SwapEMAWeights cannot read "
-    "them: remove the callback, as the weights are the averages when fit ends, or set shard_optimizer=False."
-)
-
-
 class _NoAverages:
     """Stands where Keras keeps whole moving averages. `keras.callbacks.SwapEMAWeights` reads them there."""
 
     def __iter__(self) -> Iterator[Any]:
-        raise ConfigError(NO_AVERAGES)
+        relations.check(("SwapEMAWeights", "shard_optimizer"))
+        return iter(())  # for the type checker
 
 
 def build_copy(

@@ -12,8 +12,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Data
-from tfdist.compat import keras_internals, keras_loops
+from tfdist.compat import keras_internals, keras_loops, model_features
 from tfdist.compat.optimizer_search import optimizers
+from tfdist.config import relations
 from tfdist.errors import ConfigError
 from tfdist.runtime.log import logger
 
@@ -145,8 +146,10 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
                 f"The optimizer {type(inner).__name__} was created outside of this trainer's scope: create it in "
                 "`with trainer.scope():`, or give its name."
             )
+    asked = {strategy.config.name: "", **model_features.of_model(model)}
     if strategy.traits.asynchronous:
         yield from _parameter_server_faults(model)
+        yield from relations.faults({"parameter_server": strategy.config.name, **asked}, "parameter_server")
     # What follows concerns only sums over replicas.
     if strategy.num_replicas_in_sync == 1:
         return
@@ -159,37 +162,8 @@ def _model_faults(model: keras.Model) -> Iterator[str]:
         ]
         if outside:
             yield _OUTSIDE.format(kind, outside[0])
-    for optimizer in optimizers(model):
-        yield from _optimizer_faults(model, optimizer)
-    if model.jit_compile and not keras_internals.is_keras_method(model, "train_step"):
-        yield (
-            f"jit_compile=True compiles a train_step up to its gradients, and the one of {type(model).__name__} may do "
-            "more after them: compile the model with jit_compile=False."
-        )
-    if model.jit_compile and not keras_internals.is_keras_method(model, "compute_metrics"):
-        yield (
-            f"jit_compile=True: XLA hides what the compute_metrics of {type(model).__name__} computes from metrics, so that the logs would be "
-            "means of the replicas' values: compile the model with jit_compile=False, or override get_metrics_result instead."
-        )
-    synchronized = [layer.name for layer in keras_internals.layers(model) if getattr(layer, "synchronized", False)]
-    if model.jit_compile and synchronized:
-        yield (
-            f"jit_compile=True: the layer {synchronized[0]} is synchronized=True and sums over the replicas during the step, which XLA "
-            "cannot compile: compile the model with jit_compile=False, or make the layer without synchronized."
-        )
-    if isinstance(vars(model).get("train_step", type(model).train_step), tf.types.experimental.PolymorphicFunction):
-        yield (
-            f"The train_step of {type(model).__name__} is a tf.function, in which TensorFlow does not let replicas reduce: "
-            "leave @tf.function out, because the Trainer compiles the step."
-        )
-    if any(getattr(v, "overwrite_with_gradient", False) for v in model.trainable_variables):
-        yield "float8 layers return new scales in place of gradients, which cannot be summed over replicas; use mixed_bfloat16."
-    for layer in keras_internals.layers(model):
-        if isinstance(layer, keras.layers.RNN) and layer.stateful:
-            yield f"The layer {layer.name} is stateful=True, but each replica would keep only the state of its share of a batch."
-    why = strategy.traits.refuses.get("jit_compile")
-    if model.jit_compile and why:
-        yield f"jit_compile=True is not possible under {strategy.config.name}, {why}."
+    yield from relations.faults({"several_replicas": "", **asked})
+    yield from relations.strategy_faults(asked, strategy.config.name, strategy.traits.refuses)
 
 
 def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
@@ -198,45 +172,6 @@ def _parameter_server_faults(model: keras.Model) -> Iterator[str]:
     ]
     if outside:
         yield _OUTSIDE.format("layer", outside[0])
-    why = "is not possible under parameter_server, whose"
-    if model.jit_compile:
-        yield f"jit_compile=True {why} variables are on other machines; compile the model with jit_compile=False."
-    if model.run_eagerly:
-        yield f"run_eagerly=True {why} steps run on other machines; compile the model with run_eagerly=False."
-    for layer in keras_internals.layers(model):
-        if isinstance(layer, keras.layers.SpectralNormalization):
-            yield f"The layer {layer.name}, a SpectralNormalization, {why} steps read a variable once and write it at their end."
-    for optimizer in optimizers(model):
-        inner = getattr(optimizer, "inner_optimizer", optimizer)
-        if isinstance(inner, keras.optimizers.Muon):
-            yield f"The optimizer Muon {why} steps read a variable once and write it at their end; use AdamW."
-        if type(inner).__name__ == "MultiOptimizer":
-            yield "MultiOptimizer is not supported under parameter_server; use one optimizer."
-        if inner is not optimizer:
-            yield f"mixed_float16 (a LossScaleOptimizer) {why} workers do not wait for each other; use mixed_bfloat16."
-        if inner.gradient_accumulation_steps:
-            yield f"gradient_accumulation_steps {why} workers do not wait for each other; use a larger batch."
-        if inner.use_ema and inner.ema_overwrite_frequency:
-            yield f"ema_overwrite_frequency {why} workers do not wait for each other; leave it out."
-
-
-def _optimizer_faults(model: keras.Model, optimizer: keras.optimizers.Optimizer) -> Iterator[str]:
-    name = type(optimizer).__name__
-    inner = getattr(optimizer, "inner_optimizer", optimizer)
-    if name == "MultiOptimizer":
-        yield "MultiOptimizer is not supported with several replicas; use one optimizer."
-    if type(inner).apply_gradients is not keras.optimizers.Optimizer.apply_gradients:
-        yield f"The optimizer {name} overrides apply_gradients, before gradients are reduced: let it override apply or update_step."
-    strategy = model.distribute_strategy
-    for option, text, is_used in (
-        ("mixed_float16", "mixed_float16 (a LossScaleOptimizer)", inner is not optimizer),
-        ("use_ema", "use_ema=True", inner.use_ema),
-        ("gradient_accumulation_steps", "gradient_accumulation_steps", inner.gradient_accumulation_steps),
-        ("Nadam", "The optimizer Nadam", isinstance(inner, keras.optimizers.Nadam)),
-    ):
-        why = strategy.traits.refuses.get(option)
-        if is_used and why:
-            yield f"{text} is not possible under {strategy.config.name}, {why}."
 
 
 def check_data(strategy: tf.distribute.Strategy, data: Data) -> None:

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Iterator
 
-from tfdist.config import registry
+from tfdist.config import registry, relations
 from tfdist.config.constraints import MOST_SECONDS, MOST_TASKS, between, choice, option, parsed
 from tfdist.config.strategy_traits import STRATEGIES, StrategyTraits, find_traits
 from tfdist.errors import ConfigError, format_value, truncate, unknown_name_message
@@ -24,12 +24,6 @@ MAX_VIRTUAL_CPUS = 256
 _MOST_SHOWN = 8  # numbers of workers in a message
 _REPLICAS = between(0, MAX_VIRTUAL_CPUS * MOST_TASKS, off=True)
 _BYTES = between(0, 2**40, off=True)
-
-SHARES_NEED_A_CLOCK = (
-    "strategy.batch_shares=by_speed and deterministic operations exclude each other: TensorFlow then has no clock to measure a step with; "
-    "leave one of them out."
-)
-ONE_DEVICE_PER_WORKER = "strategy.sync_every and strategy.batch_shares=by_speed take one device per worker (yet); start a worker for each device."
 
 _DEVICE = re.compile(
     r"(/job:localhost(/replica:0)?(/task:0)?/device:|/device:|/)?(CPU|GPU|TPU)(:[0-9]+)?", re.IGNORECASE
@@ -238,28 +232,12 @@ class StrategyConfig:
         except ConfigError as e:
             yield from e.faults
             return
-        if (
-            self.transport in TRANSPORTS
-            and self.transport not in TENSORFLOW_TRANSPORTS
-            and self.name in STRATEGIES
-            and not self.traits.several_processes
-        ):
-            yield f"strategy.transport={self.transport} is for multi_worker_mirrored. Received: strategy {self.name}; leave it out."
-        if self.shard_optimizer and not self.traits.mirrors:
-            yield f"strategy.shard_optimizer is for mirrored and multi_worker_mirrored. Received: strategy {self.name}; leave it out."
-        if self.weights_dtype == "bfloat16" and not self.shard_optimizer:
-            yield "strategy.weights_dtype=bfloat16 needs strategy.shard_optimizer=True, with which workers send weights; set it, or leave both out."
         for name in self.own_features:
             try:
                 registry.check_findable("feature", name)
             except ConfigError as e:
                 yield from e.faults
-        if self.features and self.traits.asynchronous:
-            yield f"strategy.features are for strategies whose replicas train in step. Received: strategy {self.name}; leave it out."
-        yield from self._local_steps_faults()
-        yield from self._batch_shares_faults()
-        if self.max_staleness is not None and not self.traits.asynchronous:
-            yield f"strategy.max_staleness is for parameter_server. Received: strategy {self.name}; leave it out."
+        yield from relations.faults(self.asked())
         if self.devices.isdecimal() and not 1 <= self.virtual_cpus <= MAX_VIRTUAL_CPUS:
             yield f"strategy.devices must be 1 to {MAX_VIRTUAL_CPUS} virtual CPUs, or device names. Received: {truncate(self.devices)}."
         elif self.devices and not self.virtual_cpus and devices != "own":
@@ -271,52 +249,41 @@ class StrategyConfig:
                 yield f"strategy.devices must be names such as GPU:0, or a number of virtual CPUs. Received: {format_value(invalid[0])}."
             elif len(set(names)) < len(names):
                 yield f"strategy.devices names a device twice. Received: {format_value(self.devices)}."
-        if devices == "none" and self.devices:
-            yield (
-                f"strategy.devices does not apply to {self.name}, which uses all GPUs it sees, or the CPU; "
-                f"choose GPUs with CUDA_VISIBLE_DEVICES. Received: {format_value(self.devices)}."
-            )
-        if self.replicas > 0 and not self.traits.mirrors:
-            yield (
-                f"strategy.replicas does not apply to {self.name}, which has no number of replicas to share among workers; use "
-                f"strategy.name=mirrored or multi_worker_mirrored, or leave it at 0. Received: {self.replicas}."
-            )
-        elif self.replicas > 0 and self.devices:
-            yield (
-                "strategy.replicas and strategy.devices both set the devices of a worker; leave one of them out. "
-                f"Received: {self.replicas} and {format_value(self.devices)}."
-            )
         if devices == "one" and len(self.device_names) > 1:
             yield f"strategy {self.name} takes one device. Received: {format_value(self.devices)}; use strategy.name=mirrored for several."
 
-    def _local_steps_faults(self) -> Iterator[str]:
-        """Yields the errors of `sync_every` with another option."""
+    def asked(self) -> dict[str, str]:
+        """Returns the features that the options ask for, by their keys in `relations.py`, with the names that an error has for them."""
+        traits = self.traits
+        devices = f"strategy.devices={format_value(self.devices)}"
         try:
-            intervals = sync_intervals("strategy.sync_every", self.sync_every)
+            intervals = self.sync_intervals
+            sums_each_step = not intervals
         except ConfigError:  # the field's own check reports it
-            return
-        if not intervals:
-            if self.outer != Outer():
-                yield "strategy.outer needs strategy.sync_every, the number of updates between two exchanges; set it, or leave both out."
-            return
-        if not self.traits.several_processes:
-            yield f"strategy.sync_every is for multi_worker_mirrored. Received: strategy {self.name}; leave it out."
-        if self.shard_optimizer:
-            yield (
-                "strategy.sync_every and strategy.shard_optimizer exclude each other: each worker updates all weights by itself; leave one of "
-                "them out."
-            )
-        if len(self.device_names) > 1:
-            yield f"{ONE_DEVICE_PER_WORKER} Received: {format_value(self.devices)}."
-
-    def _batch_shares_faults(self) -> Iterator[str]:
-        """Yields the errors of `batch_shares="by_speed"` with another option."""
-        if self.batch_shares != "by_speed":
-            return
-        if not (self.traits.several_processes and self.traits.mirrors):
-            yield f"strategy.batch_shares=by_speed is for multi_worker_mirrored. Received: strategy {self.name}; leave it out."
-        if len(self.device_names) > 1:
-            yield f"{ONE_DEVICE_PER_WORKER} Received: {format_value(self.devices)}."
+            intervals, sums_each_step = [], False
+        own_transport = self.transport in TRANSPORTS and self.transport not in TENSORFLOW_TRANSPORTS
+        options = {
+            "transport": (f"strategy.transport={self.transport}", own_transport and self.name in STRATEGIES),
+            "devices": (devices, self.devices),
+            "replicas": (f"strategy.replicas={self.replicas}", self.replicas > 0),
+            "several_devices": (devices, len(self.device_names) > 1),
+            "shard_optimizer": ("", self.shard_optimizer),
+            "whole_optimizer": ("", not self.shard_optimizer),
+            "weights_dtype": ("", self.weights_dtype == "bfloat16"),
+            "sync_every": ("", intervals),
+            "every_step": ("", sums_each_step),
+            "outer": ("", self.outer != Outer()),
+            "batch_shares": ("", self.batch_shares == "by_speed"),
+            "features": ("", self.features),
+            "max_staleness": ("", self.max_staleness is not None),
+            "not_workers": (self.name, not (traits.several_processes and traits.mirrors)),
+            "not_mirrors": (self.name, not traits.mirrors),
+            "not_compressing": (self.name, not traits.compresses),
+            "synchronous": (self.name, not traits.asynchronous),
+            "all_devices": (self.name, traits.devices == "none"),
+            "parameter_server": (self.name, traits.asynchronous),
+        }
+        return {self.name: "", **relations.present(options)}
 
 
 def _replicas_of_environment() -> int:

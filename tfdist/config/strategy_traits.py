@@ -26,8 +26,8 @@ class StrategyTraits:
         gathers: Whether a replica can gather the others' tensors during a step.
         devices: The meaning of `strategy.devices`: `"each"`, every named device has a replica; `"one"`, one device may be named;
             `"none"`, the field must be empty; `"own"`, only the factory can validate the value, such as an address.
-        refuses: Options that a model or a configuration cannot use under the strategy (`"jit_compile"`, `"mixed_float16"`, `"use_ema"`,
-            `"gradient_accumulation_steps"`, `"Nadam"`), mapped to the end of the error, which has the reason and the remedy.
+        refuses: Features that a model or a configuration cannot use under a strategy of your own (keys of `FEATURES` in `relations.py`, such
+            as `"jit_compile"`), mapped to the end of the error, which has the reason and the remedy. Those of `STRATEGIES` are in the table.
 
     Examples:
         >>> from tfdist.config import STRATEGIES
@@ -57,9 +57,6 @@ class StrategyTraits:
         return self.mirrors and not self.several_processes
 
 
-_SHARE = "whose replicas share their variables; use strategy mirrored"
-_DO_NOT_WAIT = "whose workers do not wait for each other; use"
-
 STRATEGIES: Mapping[str, StrategyTraits] = {
     "one_device": StrategyTraits(
         factory="tfdist.strategies.single_process:one_device",
@@ -86,17 +83,11 @@ STRATEGIES: Mapping[str, StrategyTraits] = {
         asynchronous=True,
         shared_variables=True,
         devices="none",
-        refuses={
-            "jit_compile": "whose variables are on other machines; leave it out",
-            "mixed_float16": f"{_DO_NOT_WAIT} mixed_bfloat16",
-            "gradient_accumulation_steps": f"{_DO_NOT_WAIT} a larger batch",
-        },
     ),
     "central_storage": StrategyTraits(
         factory="tfdist.strategies.single_process:central_storage",
         tensorflow="CentralStorageStrategy",
         shared_variables=True,
-        refuses=dict.fromkeys(("jit_compile", "mixed_float16", "use_ema", "Nadam"), _SHARE),
     ),
     "tpu": StrategyTraits(
         factory="tfdist.strategies.tpu:tpu",

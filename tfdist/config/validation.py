@@ -10,15 +10,15 @@ import typing
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from tfdist.config import callbacks, registry
+from tfdist.config import callbacks, registry, relations
 from tfdist.config.cluster import WorkerRange, worker_range
 from tfdist.config.constraints import value_faults
 from tfdist.config.optimizer import accumulation_fault
 from tfdist.config.options import unknown_field
-from tfdist.config.strategy import MAX_VIRTUAL_CPUS, SHARES_NEED_A_CLOCK, StrategyConfig
+from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
-from tfdist.config.train import NAN_POLICIES, TrainConfig, default_options
-from tfdist.errors import ConfigError, format_value, unknown_name_message
+from tfdist.config.train import TrainConfig, default_options
+from tfdist.errors import ConfigError, format_value
 
 _GROUPS = ("strategy", "optimizer", "schedule", "compression")  # groups with rules between their fields
 _BASE_OF_TASKS = "tfdist.tasks.base"  # a method inherited from there counts as missing
@@ -100,11 +100,11 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
     replicas = 0
     if traits:
         replicas = _known_replicas(config.strategy, traits, tasks)
-        yield from _strategy_faults(config, traits, typed)
         if valid("strategy") and tasks:
             yield from config.strategy.replicas_faults(tasks)
         if typed("cluster"):
             yield from _workers_faults(config, traits, asked, workers is not None)
+    yield from _run_faults(config, traits, bool(asked and asked.is_elastic and workers is None), typed, valid)
     if valid("global_batch_size", "per_replica_batch_size"):
         yield from _batch_faults(config, replicas)
     if typed("optimizer", "epochs", "steps_per_epoch"):
@@ -122,26 +122,45 @@ def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
         yield from _callback_faults(config)
 
 
-def _strategy_faults(config: TrainConfig, traits: StrategyTraits, typed: Callable[..., bool]) -> Iterator[str]:
-    """Yields the errors of fields that the strategy does not support."""
-    name = config.strategy.name
+def _run_faults(
+    config: TrainConfig,
+    traits: StrategyTraits | None,
+    is_elastic: bool,
+    typed: Callable[..., bool],
+    valid: Callable[..., bool],
+) -> Iterator[str]:
+    """Yields the errors of fields that exclude each other, or that the strategy, if it is known, does not support."""
+    optimizer = config.optimizer.arguments() if typed("optimizer") else {}
+    names = [name for name, _ in callbacks.parse(config.callbacks)] if valid("callbacks") else []
     scaling = config.learning_rate_scaling
-    if typed("learning_rate_scaling") and scaling in ("linear", "sqrt") and traits.asynchronous:
-        yield (
-            f"learning_rate_scaling {scaling!r} is not possible under {name}, where "
-            "each step runs on one worker; use none."
-        )
-    if typed("compression") and config.compression.name != "none" and not traits.compresses:
-        yield (
-            f"compression {config.compression.name!r} is not possible under {name} (yet); use strategy "
-            "multi_worker_mirrored or mirrored, or compression.name=none."
-        )
-    if typed("deterministic") and config.deterministic and config.strategy.batch_shares == "by_speed":
-        yield SHARES_NEED_A_CLOCK
-    if typed("nan_policy") and config.nan_policy in NAN_POLICIES:
-        yield from nan_policy_faults(config.nan_policy, name, traits)
-    if typed("jit_compile", "precision", "optimizer"):
-        yield from _refused_option_faults(config, traits)
+    fields = {
+        "learning_rate_scaling": (f"learning_rate_scaling {scaling!r}", scaling in ("linear", "sqrt")),
+        "skip_steps": ("", config.nan_policy == "skip"),
+        "deterministic": ("", typed("deterministic") and config.deterministic),
+        "jit_compile": ("jit_compile", typed("jit_compile") and config.jit_compile),
+        "mixed_float16": ("precision mixed_float16", config.precision == "mixed_float16"),
+        "use_ema": ("optimizer.use_ema", optimizer.get("use_ema")),
+        "gradient_accumulation_steps": (
+            "optimizer.gradient_accumulation_steps",
+            optimizer.get("gradient_accumulation_steps"),
+        ),
+        "SwapEMAWeights": ("", "SwapEMAWeights" in names),
+    }
+    if typed("compression"):
+        fields["compression"] = (f"compression {config.compression.name!r}", config.compression.name != "none")
+    if typed("cluster"):
+        fields["evaluator"] = ("", config.cluster.evaluator > 0)
+        fields["elastic"] = (f"cluster.workers={config.cluster.workers}", is_elastic)
+        fields["ray"] = ("", config.cluster.ray)
+        fields["ps"] = ("", config.cluster.ps > 0)
+    if typed("backup"):
+        fields["no_backups"] = ("", config.backup.save_freq == "never")
+    asked = relations.present(fields)
+    strategy = config.strategy.asked() if traits else {}
+    known = {*relations.faults(strategy)}  # which the strategy's own check reports
+    yield from (fault for fault in relations.faults(strategy | asked) if fault not in known)
+    if traits:
+        yield from relations.strategy_faults(asked, config.strategy.name, traits.refuses)
 
 
 def _batch_faults(config: TrainConfig, replicas: int) -> Iterator[str]:
@@ -197,11 +216,6 @@ def _callback_faults(config: TrainConfig) -> Iterator[str]:
         and not config.optimizer.arguments().get("use_ema")
     ):
         yield "callbacks: SwapEMAWeights needs optimizer.use_ema, but it is False; set it to True, or remove the callback."
-    if "SwapEMAWeights" in names and config.strategy.shard_optimizer:
-        yield (
-            "callbacks: SwapEMAWeights is not possible with strategy.shard_optimizer, which splits the averages; remove the callback (the "
-            "weights are the averages after the training), or set shard_optimizer to False."
-        )
     if "RemoteMonitor" in names and not importlib.util.find_spec("requests"):
         yield "callbacks: RemoteMonitor needs the package requests, which is not installed; install it, or remove the callback."
 
@@ -259,9 +273,6 @@ def _full_name(kind: type) -> str:
 def _workers_faults(
     config: TrainConfig, traits: StrategyTraits, workers: WorkerRange | None, in_cluster: bool
 ) -> Iterator[str]:
-    if workers and workers.is_elastic and not in_cluster:
-        yield from _elastic_faults(config, traits)
-    yield from _ray_faults(config)
     if traits.asynchronous:
         if config.cluster.ps == 0 and not in_cluster:
             yield f"strategy {config.strategy.name!r} needs a parameter server: use --config.cluster.ps=1 or more. Received: 0."
@@ -277,38 +288,9 @@ def _workers_faults(
         )
 
 
-def _ray_faults(config: TrainConfig) -> Iterator[str]:
-    if config.cluster.ray and config.cluster.ps:
-        yield "cluster.ray starts synchronous workers; leave cluster.ray empty, or leave cluster.ps at 0."
-
-
-def _elastic_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
-    asked = f"cluster.workers={config.cluster.workers}"
-    if traits.asynchronous:
-        yield (
-            f"{asked} is for synchronous workers; under {config.strategy.name!r} a lost worker starts again alone, and the others train on: "
-            "give one number, and max_restarts."
-        )
-        return
-    if config.backup.save_freq == "never":
-        yield (
-            f"{asked} continues from backups, but backup.save_freq is 'never'; use --config.backup.save_freq=epoch or a number of steps."
-        )
-    if config.strategy.devices:
-        yield (
-            f"{asked} changes each worker's number of replicas, which strategy.devices fixes; use --config.strategy.replicas=N, the number "
-            "of replicas of all workers, instead."
-        )
-
-
 def _evaluator_faults(config: TrainConfig) -> Iterator[str]:
     if config.cluster.evaluator < 1:
         return
-    if config.backup.save_freq == "never":
-        yield (
-            "cluster.evaluator evaluates backups, but backup.save_freq is 'never'; use --config.backup.save_freq=epoch or a "
-            "number of steps, or leave cluster.evaluator at 0."
-        )
     if not _has_eval_data(config):
         yield (
             f"cluster.evaluator needs validation data, but task {config.task!r} has no method eval_data; add one, or leave "
@@ -355,30 +337,3 @@ def per_replica_batch_size(global_batch_size: int, num_replicas: int) -> int:
     if faults:
         raise ConfigError(faults)
     return global_batch_size // num_replicas
-
-
-def nan_policy_faults(policy: str, strategy: str, traits: StrategyTraits | None) -> Iterator[str]:
-    """Yields an error for a NaN policy that is unknown, or impossible under the strategy, whose traits may be unknown (None)."""
-    if policy not in NAN_POLICIES:
-        yield unknown_name_message("nan_policy", policy, NAN_POLICIES)
-    elif policy == "skip" and traits and traits.asynchronous:
-        yield (
-            f"nan_policy 'skip' is not possible under {strategy}, whose workers update variables that are on other machines; use "
-            "'stop', which looks at the loss, or 'ignore'."
-        )
-
-
-def _refused_option_faults(config: TrainConfig, traits: StrategyTraits) -> Iterator[str]:
-    optimizer = config.optimizer.arguments()
-    asked = {
-        "jit_compile": ("jit_compile", config.jit_compile),
-        "mixed_float16": ("precision mixed_float16", config.precision == "mixed_float16"),
-        "use_ema": ("optimizer.use_ema", optimizer.get("use_ema")),
-        "gradient_accumulation_steps": (
-            "optimizer.gradient_accumulation_steps",
-            optimizer.get("gradient_accumulation_steps"),
-        ),
-    }
-    for option, (field, is_set) in asked.items():
-        if is_set and option in traits.refuses:
-            yield f"{field} is not possible under {config.strategy.name}, {traits.refuses[option]}."

@@ -36,7 +36,7 @@ print("\\n{_MARK}" + json.dumps(names), flush=True)
 
 
 class Finding(NamedTuple):
-    """What a check has found.
+    """The result of a check.
 
     Attributes:
         level: `"ok"`; `"note"`, worth knowing; `"warning"`, a run may suffer; `"error"`, a run would fail.

@@ -8,10 +8,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Variables
-from tfdist.compat import keras_internals, laid_out
-from tfdist.errors import ConfigError
+from tfdist.compat import keras_internals, laid_out, model_features
+from tfdist.config import relations
 from tfdist.feature import Feature
-from tfdist.gradients.sharded_update import elementwise_fault
 from tfdist.runtime.log import logger
 from tfdist.strategy import Strategy
 
@@ -47,11 +46,10 @@ def update_pieces(optimizer: keras.optimizers.Optimizer, strategy: Strategy) -> 
     """
     if hasattr(optimizer, _UPDATES_PIECES):
         return
-    fault = _fault(optimizer)
-    if fault:
-        raise ConfigError(
-            f"The optimizer {type(optimizer).__name__} {fault} (keras.distribution.ModelParallel): change the optimizer, or leave variables out of the layout map."
-        )
+    asked = {"mesh": "", **model_features.of_optimizer(optimizer)}
+    if optimizer.built:
+        asked["built_optimizer"] = f"the optimizer {type(optimizer).__name__}, which was built before"
+    relations.check(asked, "mesh")
     keras_build = optimizer.build
     keras_finalize = optimizer.finalize_variable_values
     setattr(optimizer, _UPDATES_PIECES, True)
@@ -71,17 +69,6 @@ def update_pieces(optimizer: keras.optimizers.Optimizer, strategy: Strategy) -> 
 
     optimizer.build = build
     optimizer.finalize_variable_values = lambda variables: keras_finalize(laid_out.pieces(variables))
-
-
-def _fault(optimizer: keras.optimizers.Optimizer) -> str:
-    """Returns why an optimizer cannot update pieces; empty if it can."""
-    if isinstance(optimizer, keras.optimizers.LossScaleOptimizer):
-        return "scales its loss, which is not possible (yet) with pieces of variables: use mixed_bfloat16"
-    if elementwise_fault(optimizer):
-        return elementwise_fault(optimizer)
-    if optimizer.built:
-        return "was built before, which is not possible (yet) with pieces of variables: compile the model with a new optimizer"
-    return ""
 
 
 def _bytes(variables: Variables) -> tuple[int, int]:

@@ -16,10 +16,10 @@ import tensorflow as tf
 
 from tfdist.aliases import Structure, Variables
 from tfdist.collectives.communicator import communicator_for
-from tfdist.compat import keras_internals, optimizer_search
+from tfdist.compat import keras_internals, model_features, optimizer_search
 from tfdist.compat.tf_internals import regroup
 from tfdist.compression.base import NONE, Compressor
-from tfdist.errors import ConfigError
+from tfdist.config import relations
 from tfdist.feature import Feature, RunningStep
 from tfdist.gradients.optimizer import update_of
 from tfdist.gradients.reduction import Reduction
@@ -41,7 +41,7 @@ class LocalTraining(Feature):
         return bool(strategy.config.sync_intervals)
 
     def attach_model(self, model: keras.Model, engine: Any) -> None:
-        check(model)
+        relations.check({"sync_every": "", **model_features.of_model(model)}, "sync_every")
 
     def needs_assigned(self, model: keras.Model) -> bool:
         return all(local.averaged is None for local in of_model(model))
@@ -244,10 +244,7 @@ def install(leaf: keras.optimizers.Optimizer, strategy: Strategy, compressor: Co
 
     def create(variables: Variables) -> None:
         if any(map(is_own, variables)):
-            raise ConfigError(
-                "sync_every needs each worker to hold all weights, and this model has a table whose rows the workers hold: give "
-                "tfdist.layers.Embedding shards=1, or leave sync_every out."
-            )
+            relations.check(("worker_table", "sync_every"))
         local = LocalSteps(leaf, strategy, compressor, own_skipped, variables)
         update.exchange = local
         setattr(leaf, _ATTRIBUTE, local)
@@ -259,20 +256,6 @@ def install(leaf: keras.optimizers.Optimizer, strategy: Strategy, compressor: Co
     if leaf.built:
         create(keras_internals.trainable_variables(leaf))
     leaf.build = functools.partial(build, leaf.build)
-
-
-def check(model: keras.Model) -> None:
-    """Raises ConfigError if a worker cannot train a model alone."""
-    if any(getattr(layer, "synchronized", False) for layer in keras_internals.layers(model)):
-        raise ConfigError(
-            "sync_every and BatchNormalization(synchronized=True) exclude each other: the layer would exchange moments at each step. Leave "
-            "synchronized out; moving statistics are averaged anyway."
-        )
-    for optimizer in optimizer_search.optimizers(model):
-        if getattr(optimizer, "inner_optimizer", optimizer).use_ema:
-            raise ConfigError(
-                "sync_every and the optimizer's use_ema exclude each other (yet): each worker would average other weights. Leave one out."
-            )
 
 
 def average_assigned(model: keras.Model, assigned: Variables) -> None:

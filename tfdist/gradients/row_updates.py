@@ -17,10 +17,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient
-from tfdist.compat import keras_internals, row_optimizer
-from tfdist.errors import ConfigError
+from tfdist.compat import keras_internals, model_features, row_optimizer
+from tfdist.config import relations
 from tfdist.feature import Feature
-from tfdist.gradients.sharded_update import elementwise_fault
 from tfdist.layers import row_lookups
 from tfdist.layers.table import MIN_ROWS, table_of
 from tfdist.replicas.random_seeds import UpdateSeeds
@@ -65,14 +64,15 @@ class RowUpdate:
         table = table_of(row_optimizer.variable_of(self._optimizer, variable)) or variable
         if table.shape[0] < MIN_ROWS:
             return False
-        fault = _fault(self._optimizer, variable)
+        asked = {
+            "lazy_rows": f"row_updates='lazy' of {variable.name} with {variable.shape[0]} rows",
+            **model_features.of_optimizer(self._optimizer),
+        }
+        if keras_internals.decays_weight(self._optimizer, variable):
+            asked["weight_decay"] = f"weight_decay of the optimizer {type(self._optimizer).__name__}"
         if self.mode == "auto":
-            return not fault and _is_exact(self._optimizer)
-        if fault:
-            raise ConfigError(
-                f"row_updates='lazy' is not possible for {variable.name} with {variable.shape[0]} rows: the optimizer "
-                f"{type(self._optimizer).__name__} {fault}, or set row_updates='auto'."
-            )
+            return _is_exact(self._optimizer) and not any(relations.faults(asked, "lazy_rows"))
+        relations.check(asked, "lazy_rows")
         return True
 
 
@@ -91,18 +91,3 @@ def _is_exact(optimizer: keras.optimizers.Optimizer) -> bool:
     if type(optimizer) is keras.optimizers.SGD:
         return not optimizer.momentum
     return type(optimizer) is keras.optimizers.Adagrad
-
-
-def _fault(optimizer: keras.optimizers.Optimizer, variable: tf.Variable) -> str:
-    """Returns why an optimizer cannot update a table by rows, and the remedy; empty if it can."""
-    fault = elementwise_fault(optimizer)
-    if fault:
-        return fault
-    if optimizer.use_ema:
-        return "has use_ema=True, whose averages of all rows move in each step; use use_ema=False"
-    if keras_internals.decays_weight(optimizer, variable):
-        return (
-            "has weight_decay, which shrinks all rows in each step; use "
-            "optimizer.exclude_from_weight_decay(var_names=['embeddings'])"
-        )
-    return ""

@@ -19,30 +19,18 @@ import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
 from tfdist.collectives.communicator import DeviceCommunicator, communicator_for
-from tfdist.compat import keras_internals, piece_optimizer
+from tfdist.compat import keras_internals, model_features, piece_optimizer
 from tfdist.compat.piece_optimizer import Piece
 from tfdist.compression.base import NONE
 from tfdist.compression.buckets import assign_buckets
-from tfdist.errors import ConfigError
+from tfdist.config import relations
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.reduction import bucket_bytes, gather_deduplicated_rows
 from tfdist.runtime.log import logger
 from tfdist.sharding import pieces as pieces_lib
 from tfdist.sharding.pieces import Pieces
 
-# Optimizers that update each element independently of all others.
-ELEMENTWISE = (
-    keras.optimizers.SGD,
-    keras.optimizers.RMSprop,
-    keras.optimizers.Adam,
-    keras.optimizers.AdamW,
-    keras.optimizers.Adadelta,
-    keras.optimizers.Adagrad,
-    keras.optimizers.Adamax,
-    keras.optimizers.Ftrl,
-    keras.optimizers.Nadam,
-    keras.optimizers.Lion,
-)
+ELEMENTWISE = model_features.ELEMENTWISE
 # A variable is cut at multiples of a CPU's largest vector: Eigen rounds rsqrt differently in elements that do not fill a vector.
 _ALIGNMENT = 32
 _FLAG_LANE = -4  # a lane that no bucket uses
@@ -53,7 +41,10 @@ class ShardedUpdate:
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy):
         self._group = communicator_for(strategy)
-        _check(optimizer, self._group)
+        asked = {"shard_optimizer": "", **model_features.of_optimizer(optimizer)}
+        if isinstance(self._group, DeviceCommunicator):
+            asked["gpus_of_workers"] = ""
+        relations.check(asked, "shard_optimizer")
         self._optimizer = optimizer
         self._strategy = strategy
         self._wire_dtype = tf.as_dtype(strategy.config.weights_dtype)
@@ -312,23 +303,3 @@ def _buckets(variables: Variables, processes: int, most_bytes: int) -> Iterator[
         for indices in assign_buckets(sizes, most_bytes):
             pieces = pieces_lib.of_bucket([elements[index] for index in indices], processes, _ALIGNMENT)
             yield _Bucket({numbers[i]: held for i, held in zip(indices, pieces, strict=True)}, processes)
-
-
-def elementwise_fault(optimizer: keras.optimizers.Optimizer) -> str:
-    """Returns why parts of variables cannot be updated separately, and the remedy; empty for an optimizer in `ELEMENTWISE`."""
-    if type(optimizer) in ELEMENTWISE:
-        return ""
-    names = ", ".join(kind.__name__ for kind in ELEMENTWISE)
-    return f"is not known to update each element independently; use one of {names}"
-
-
-def _check(optimizer: keras.optimizers.Optimizer, group: object) -> None:
-    reason = elementwise_fault(optimizer)
-    if reason:
-        raise ConfigError(
-            f"shard_optimizer is not possible: the optimizer {type(optimizer).__name__} {reason}, or set shard_optimizer=False."
-        )
-    if isinstance(group, DeviceCommunicator):
-        raise ConfigError(
-            "shard_optimizer is not possible on GPUs of several workers (yet): set shard_optimizer=False."
-        )

@@ -8,9 +8,9 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
-from tfdist.errors import ConfigError
+from tfdist.compat import model_features
+from tfdist.config import relations
 from tfdist.gradients import gradient_lists
-from tfdist.gradients.sharded_update import elementwise_fault
 from tfdist.layers.table import is_own
 
 
@@ -39,14 +39,10 @@ def map_others(
 
 def check(optimizer: keras.optimizers.Optimizer, clips_local: bool) -> None:
     """Raises ConfigError if an optimizer needs more of a table than this worker's rows. `clips_local`: each replica clips before the sum."""
-    fault = elementwise_fault(optimizer)
+    asked = {"worker_table": "", **model_features.of_optimizer(optimizer)}
     if clips_local:
-        fault = "clips each replica's gradient before the sum"
-    if fault:
-        raise ConfigError(
-            f"The optimizer {type(optimizer).__name__} {fault}, which is not possible (yet) for a table whose rows the workers hold: change the "
-            "optimizer, or give tfdist.layers.Embedding shards=1."
-        )
+        asked["replica_clip"] = f"the optimizer {type(optimizer).__name__}, which clips the gradient of each replica"
+    relations.check(asked, "worker_table")
 
 
 def agree_on_finite(grads: Sequence[Gradient], variables: Variables) -> list[Gradient]:

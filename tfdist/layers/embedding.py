@@ -13,6 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.compat.tf_strategies import each_worker_draws
+from tfdist.config import relations
 from tfdist.errors import ConfigError, format_value
 from tfdist.layers import worker_rows
 from tfdist.layers.row_initializer import RowInitializer
@@ -192,18 +193,14 @@ class Embedding(keras.layers.Layer):
                 f"axis=1, or shards=1. Received: {type(constraint).__name__}."
             )
         strategy = as_ours(tf.distribute.get_strategy())
-        if strategy and strategy.config.shard_optimizer:
-            raise ConfigError(
-                f"{self.name} has {count} shards, which shard_optimizer=True does not support (yet): use shards=1 or shard_optimizer=False."
-            )
-        if strategy and strategy.mesh is not None:
-            raise ConfigError(
-                f"{self.name} has {count} shards, which keras.distribution.ModelParallel does not support (yet): use shards=1."
-            )
+        asked = {"sharded_table": f"{self.name} with {count} shards"}
+        if strategy:
+            asked |= strategy.config.asked()
+            if strategy.mesh is not None:
+                asked["mesh"] = ""
+        relations.check(asked, "sharded_table")
         if self.embeddings_regularizer and self._is_on_workers():
-            raise ConfigError(
-                f"{self.name} has a regularizer, whose sum no worker can compute, because each holds some rows: use shards=1 or no regularizer."
-            )
+            relations.check({"worker_table": f"{self.name} with rows on the workers", "regularizer": ""})
 
     def call(self, inputs: Ids, weights: Any = None) -> Any:
         """Returns the rows of ids, combined if there is a combiner."""

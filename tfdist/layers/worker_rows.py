@@ -15,6 +15,7 @@ from tfdist.collectives import own_time
 from tfdist.collectives.communicator import DeviceCommunicator, communicator_for
 from tfdist.compat import keras_internals
 from tfdist.compat.tf_internals import regroup
+from tfdist.config import relations
 from tfdist.errors import ConfigError
 from tfdist.replicas import step_context
 from tfdist.replicas.step_context import StepContext
@@ -52,12 +53,16 @@ def look_up(layer: str, variable: tf.Variable, ids: tf.Tensor, workers: int) -> 
     step = step_context.current()
     if keras_internals.in_symbolic_scope() or (step is not None and step.is_alone):  # traced, and not run
         return tf.gather(variable, ids // workers)
+    if step is not None and step.is_compiled:
+        relations.check({"worker_table": f"{layer} with rows on the workers", "jit_compile": ""})
     why = _fault(step)
     if why:
         raise ConfigError(
             f"{layer} cannot look up ids, whose rows the workers hold: {why}, or give the layer shards=1."
         )
     assert step is not None  # noqa: S101 (for the type checker)
+    if isinstance(communicator_for(tf.distribute.get_strategy()), DeviceCommunicator):
+        relations.check({"worker_table": f"{layer} with rows on the workers", "gpus_of_workers": ""})
     unique, places = tf.unique(ids)
     context = tf.distribute.get_replica_context()
     plan = _Plan(*context.merge_call(_ask, args=(unique, tf.cast(step.number, tf.int64))))
@@ -72,15 +77,11 @@ def _fault(step: StepContext | None) -> str:
     if context is None or step is None:
         return "the model is called outside of a step, perhaps on one worker alone; use fit, evaluate or predict"
     strategy = context.strategy
-    if step.is_compiled:
-        return "XLA compiles no collectives; compile the model with jit_compile=False"
     if tf.executing_eagerly():
         if len(strategy.extended.worker_devices) > 1:
             return "with run_eagerly=True the devices of a worker would wait for each other; use run_eagerly=False"
     elif tf.compat.v1.get_default_graph() is not step.graph:
         return "the call is within tf.cond, tf.while_loop or a tf.function, where workers cannot wait for each other; call the layer before"
-    if isinstance(communicator_for(strategy), DeviceCommunicator):
-        return "workers with GPUs do not exchange rows (yet); use CPUs"
     return ""
 
 

@@ -11,8 +11,7 @@ import keras
 from tfdist.aliases import Json, Structure
 from tfdist.collectives.ranks import ranks_of
 from tfdist.compat import tf_internals
-from tfdist.config.strategy import SHARES_NEED_A_CLOCK
-from tfdist.errors import ConfigError
+from tfdist.config import relations
 from tfdist.feature import Feature, RunningStep
 from tfdist.replicas import batch_splitting
 from tfdist.replicas.batch_shares import EVEN, BatchShares
@@ -74,7 +73,7 @@ class ShareSelection:
 
     def __init__(self, strategy: Strategy):
         if tf_internals.is_op_determinism_enabled():
-            raise ConfigError(SHARES_NEED_A_CLOCK)
+            relations.check(("batch_shares", "deterministic"))
         self._ranks = ranks_of(strategy)
         self._shares = strategy.batch_shares
         self._own_time = strategy.own_time

@@ -24,6 +24,7 @@ from tfdist.collectives import finished, own_time, transport_choice
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import call_stack, keras_distribution, keras_internals, laid_out, tf_internals
+from tfdist.config import relations
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.replicas import step_context
 from tfdist.runtime.log import logger
@@ -212,25 +213,10 @@ def _check(world: Any, grid: Grid) -> None:
             f"The DeviceMesh {grid.sizes} of keras.distribution.ModelParallel has {grid.ranks} devices, and there must be one for each worker, "
             f"with one device each. Received: {workers} workers with {world.num_replicas_in_sync} devices."
         )
+    asked = {"mesh": "", **world.config.asked()}
     if "GPU" in world.extended.worker_devices[0]:
-        raise ConfigError(
-            "keras.distribution.ModelParallel is not possible on GPUs of several workers (yet): use CPUs."
-        )
-    if world.config.shard_optimizer:
-        raise ConfigError(
-            "keras.distribution.ModelParallel is not possible with shard_optimizer=True (yet): the optimizer's state is split as its variables "
-            "are. Remove shard_optimizer."
-        )
-    if world.config.sync_intervals:
-        raise ConfigError(
-            "keras.distribution.ModelParallel is not possible with sync_every (yet): workers that train alone exchange no pieces. Remove "
-            "sync_every."
-        )
-    if world.batch_shares:
-        raise ConfigError(
-            "keras.distribution.ModelParallel is not possible with batch_shares='by_speed' (yet): workers with pieces of one model read the same "
-            "examples. Remove batch_shares."
-        )
+        asked["gpus_of_workers"] = ""
+    relations.check(asked, "mesh")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -287,10 +273,7 @@ class _Holder:
         if step is None:
             return self._whole(variable, {})
         if step.is_compiled:
-            raise ConfigError(
-                "A model whose variables keras.distribution.ModelParallel splits cannot be compiled by XLA, which has no collectives: compile it with "
-                "jit_compile=False."
-            )
+            relations.check(("mesh", "jit_compile"))
         if step.is_applying:
             # An update changes the values before a constraint reads them. All workers take the same branches of it.
             return self._whole(variable, {})

@@ -19,9 +19,8 @@ from tfdist.cluster.spec import ClusterTask
 from tfdist.collectives import finished, hardware, transport_choice
 from tfdist.collectives.communicator import cross_process_communicator
 from tfdist.compat import call_stack, keras_internals, tf_cluster, tf_internals, tf_strategies
-from tfdist.config import StrategyConfig
-from tfdist.config.strategy import ONE_DEVICE_PER_WORKER
-from tfdist.errors import ConfigError, format_value
+from tfdist.config import StrategyConfig, relations
+from tfdist.errors import ConfigError
 from tfdist.runtime.end import hooks, process_end
 from tfdist.runtime.log import logger
 from tfdist.strategies import startup
@@ -165,9 +164,11 @@ def multi_worker_mirrored(
         if "program startup" not in str(e):
             raise
         raise startup.already_started_error("multi_worker_mirrored cannot be created") from e
-    needs_one_device = config.sync_every or config.batch_shares == "by_speed"
-    if needs_one_device and len(strategy.extended.worker_devices) > 1:
-        raise ConfigError(f"{ONE_DEVICE_PER_WORKER} Received: {format_value(strategy.extended.worker_devices)}.")
+    devices = strategy.extended.worker_devices
+    if len(devices) > 1:
+        relations.check(
+            {**config.asked(), "several_devices": f"several devices ({', '.join(devices)})"}, "several_devices"
+        )
     strategy.cluster_task = cluster
     _broadcast_seed(strategy)
     strategy.unlike_processors = hardware.unlike_processors(strategy, strategy.num_workers)

@@ -14,8 +14,9 @@ from tfdist.aliases import Data, Structure
 from tfdist.cluster import ClusterSpec, TaskSpec
 from tfdist.collectives import communicator
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import piece_optimizer, unsupported
-from tfdist.config import StrategyConfig, validation
+from tfdist.compat import unsupported
+from tfdist.config import StrategyConfig, relations
+from tfdist.config.train import NAN_POLICIES
 from tfdist.data import graph, worker_rows
 from tfdist.data.stored import StoredData
 from tfdist.errors import ConfigError, unknown_name_message
@@ -56,9 +57,10 @@ def check_options(trainer: type, strategy: object, options: Collection[str]) -> 
 
 def check_nan_policy(policy: str, strategy: Strategy) -> None:
     """Raises ConfigError if the policy is unknown or the strategy does not support it."""
-    faults = list(validation.nan_policy_faults(policy, strategy.config.name, strategy.traits))
-    if faults:
-        raise ConfigError(faults)
+    if policy not in NAN_POLICIES:
+        raise ConfigError(unknown_name_message("nan_policy", policy, NAN_POLICIES))
+    if policy == "skip":
+        relations.check({**strategy.config.asked(), "skip_steps": ""}, "skip_steps")
 
 
 def check_trains_alone(cluster_and_task: tuple[ClusterSpec, TaskSpec] | None, strategy: str) -> None:
@@ -101,10 +103,7 @@ def check_compresses(strategy: Strategy) -> None:
     """Raises ConfigError if gradients of a strategy cannot be compressed."""
     communicator.check_compresses(strategy)
     if strategy.mesh:
-        raise ConfigError(
-            "compression is not possible with keras.distribution.ModelParallel (yet): workers with other pieces would lose other parts of the "
-            "gradients of whole variables. Remove compression."
-        )
+        relations.check(("mesh", "compression"))
 
 
 def check_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> None:
@@ -137,8 +136,8 @@ def check_savers(callbacks: Sequence[keras.callbacks.Callback], ranks: Ranks, di
 
 def check_averages(callbacks: Sequence[keras.callbacks.Callback], strategy: Strategy) -> None:
     """Raises ConfigError if a callback swaps moving averages that are split."""
-    if strategy.config.shard_optimizer and any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
-        raise ConfigError(piece_optimizer.NO_AVERAGES)
+    if any(isinstance(each, keras.callbacks.SwapEMAWeights) for each in callbacks):
+        relations.check({**strategy.config.asked(), "SwapEMAWeights": ""}, "SwapEMAWeights")
 
 
 def check_format(path: str) -> None:

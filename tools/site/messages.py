@@ -13,6 +13,8 @@ import textwrap
 from collections.abc import Iterator
 from typing import NamedTuple
 
+from tfdist.config.relations import RELATIONS
+
 PACKAGE = pathlib.Path(__file__).parents[2] / "tfdist"
 ERRORS = {
     "ConfigError",
@@ -161,7 +163,8 @@ def _known(part: ast.expr, local: dict[str, ast.expr]) -> str:
 @functools.cache
 def messages() -> list[Message]:
     """Returns every message of the package once."""
-    found: dict[str, Message] = {}
+    table = [Message("tfdist/config/relations.py", relation.text({})) for relation in RELATIONS]
+    found = {message.beginning: message for message in table}
     for path, tree in trees().items():
         for line, text, is_report in _of_module(tree):
             if len(re.sub(r"[\W_]", "", text)) >= 7:  # letters; fewer are a value with brackets around it
@@ -235,7 +238,7 @@ def _of_scope(scope: ast.FunctionDef | ast.Module) -> Iterator[tuple[int, str, b
         if isinstance(node, ast.Call) and node.args:
             name = ast.unparse(node.func).rpartition(".")[2]
             owner = ast.unparse(node.func).rpartition(".")[0]
-            if name in SAYING or (name == "append" and owner == "faults"):
+            if (name in SAYING and owner != "relations") or (name == "append" and owner == "faults"):
                 said = ast.Tuple(node.args)
         elif isinstance(node, (ast.Yield, ast.Return)):
             said = node.value if _gives_sentences(scope) else None
