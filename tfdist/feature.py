@@ -22,12 +22,14 @@ class RunningStep:
         trains: Whether the step trains; else it evaluates.
         data: The batch, in a part for each replica of this process.
         counts: The number of examples of each replica, if batches may not give each replica the same number; else None.
+        examples: Returns the number of examples of this process's first replica; 1 if batches have no axis of examples.
     """
 
     model: keras.Model
     trains: bool
     data: Structure
     counts: Structure
+    examples: Callable[[], Any]
 
 
 class Feature:

@@ -40,6 +40,8 @@ def draw(seed: int, arm: str) -> Case:
         refused = ("gradient_accumulation_steps", "ema_overwrite_frequency")
         options = {name: None if name in refused else value for name, value in case.options.items()}
         changed = state_draws.on_servers(case)
+        if case.use == "sharp":  # takes a gradient at weights that the step has assigned
+            changed["use"] = "global norm"
         return dataclasses.replace(
             case, replicas=1, compression=None, jit=False, eager=False, scales=False, options=options, **changed
         )

@@ -20,6 +20,9 @@ TF_RECORDING = "_recording"
 class Hook(Protocol):
     """Replacement of the gradients that tapes return."""
 
+    def asked(self, sources: Sequence[Any]) -> None:
+        """Called before a tape computes gradients with respect to `sources`."""
+
     def returned(self, sources: Sequence[Any], grads: Sequence[Gradient]) -> Sequence[Gradient]:
         """Returns the values that a tape returns in place of `grads`."""
 
@@ -77,10 +80,11 @@ def _gradient(
     *args: Any,
     **kwargs: Any,
 ) -> Structure:
-    grads = own(self, target, sources, *args, **kwargs)
     hook = getattr(_thread, "hook", None)
     if hook is None:
-        return grads
+        return own(self, target, sources, *args, **kwargs)
+    hook.asked(tf.nest.flatten(sources))
+    grads = own(self, target, sources, *args, **kwargs)
     if _is_nested(self):
         hook.keeps_local(tf.nest.flatten(sources))
         return grads

@@ -24,12 +24,14 @@ FEATURES: Mapping[str, str] = {
 
 
 def make(strategy: Any) -> tuple[Feature, ...]:
-    """Returns the features that a strategy's options ask for, and those that they name, in order.
+    """Returns the features that a strategy's options ask for, and those that they name, in order; none for workers that are not in step.
 
     Raises:
         ConfigError: A named feature does not exist, or is none.
     """
     features: list[Feature] = []
+    if strategy.traits.asynchronous:
+        return ()
     for name in (*FEATURES, *strategy.config.own_features):
         kind = registry.resolve("feature", name, FEATURES)
         if not (isinstance(kind, type) and issubclass(kind, Feature)):

@@ -24,7 +24,7 @@ from tfdist.feature import Feature, RunningStep
 from tfdist.gradients.optimizer import update_of
 from tfdist.gradients.reduction import Reduction
 from tfdist.layers.table import is_own
-from tfdist.replicas import batch_splitting, declared_weights
+from tfdist.replicas import declared_weights
 from tfdist.strategy import Strategy
 
 _ATTRIBUTE = "local_steps"  # of the optimizer: TensorFlow tracks it, so that backups hold its variables
@@ -67,15 +67,7 @@ class LocalTraining(Feature):
         run()
         if step.trains:
             for local in of_model(step.model):
-                local.after_step(self._examples(step))
-
-    def _examples(self, step: RunningStep) -> tf.Tensor | int:
-        """Returns the number of examples of this worker, which has one replica; 1 if batches have no axis of examples."""
-        local = self.strategy.experimental_local_results
-        if step.counts is not None:
-            return local(step.counts)[0][0, 0]
-        examples = batch_splitting.examples(tf.nest.map_structure(lambda value: local(value)[0], step.data))
-        return 1 if examples is None else examples
+                local.after_step(step.examples())
 
 
 class LocalSteps(tf.Module):

@@ -8,6 +8,7 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Sequence
+from typing import Any
 
 import keras
 import tensorflow as tf
@@ -83,9 +84,7 @@ class Reduction(tf.Module):
         `grads` have a value per replica, `numbers` are the indices of their variables, and `step` is the number of updates so far.
         `scale` is the factor by which the gradients are multiplied, None for 1.
         """
-        local = self._strategy.experimental_local_results
-        replicas = range(len(self._group.ranks))  # of this process
-        local_grads = _by_replica(self._strategy, grads, len(replicas))
+        local_grads = _by_replica(self._strategy, grads, len(self._group.ranks))
         compressed = [index for index, grad in enumerate(local_grads[0]) if grad.dtype == tf.float32]
         # Residuals of error feedback outlive a change of the loss scale, so they are kept for unscaled gradients. Gradients that are
         # not compressed have no residual and stay scaled: unscaled ones of 16 bits might underflow to 0.
@@ -95,21 +94,14 @@ class Reduction(tf.Module):
         dense = [index for index in compressed if index not in sparse]
         other = [index for index in range(len(grads)) if index not in (*dense, *sparse)]
         owners = [numbers[index] for index in dense]
-
         members = self._group.contexts(tf.cast(step, tf.int64))
-        states = [
-            [tuple(local(s)[replica].read_value() for s in self.states[number]) for number in owners]
-            for replica in replicas
-        ]
-        results = self._layout.run(
-            self._group, _chosen(local_grads, dense), states, members, owners, self._bucket_bytes
-        )
+        results = self._sum_dense(_chosen(local_grads, dense), owners, members)
         # The finiteness flag depends on every gradient, so it uses its own lane; where collectives are totally ordered (NCCL) it is
         # issued last. Otherwise the buckets would wait for the last gradient, instead of being sent while others are computed.
         other_sums = self._all_reduce_uncompressed(_chosen(local_grads, other), members, _UNCOMPRESSED_LANE)
         flags = [[gradient_lists.nan_unless_finite(values)] for values in local_grads]
         finite_flags = self._all_reduce_uncompressed(flags, members, _FLAG_LANE)
-        reduced: list[list[Gradient]] = [[None] * len(grads) for _ in replicas]
+        reduced: list[list[Gradient]] = [[None] * len(grads) for _ in members]
         for totals, of_dense, of_others in zip(reduced, results, other_sums, strict=True):
             for index, total in zip((*dense, *other), (*of_dense.sums, *of_others), strict=True):
                 totals[index] = total
@@ -124,6 +116,26 @@ class Reduction(tf.Module):
         # The local gradients of all ranks must be finite, because a compressor may turn a NaN into a finite value. So must the sum,
         # which may overflow. Both are equal on all ranks, so all ranks take the same branch below.
         finite = tf.math.is_finite(finite_flags[0][0] + gradient_lists.nan_unless_finite(reduced[0]))
+        self._store_if(finite, results, owners)
+        if scale is not None:
+            # Compression may turn a NaN into a finite value. Restore the NaN, because `LossScaleOptimizer` lowers its scale on NaN.
+            reduced = [gradient_lists.scale(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
+        return [regroup(per_replica) for per_replica in zip(*reduced, strict=True)], finite
+
+    def _sum_dense(
+        self, local_grads: Sequence[list[Gradient]], owners: Sequence[int], members: Sequence[RankContext]
+    ) -> Sequence[Any]:
+        """Returns the compressor's results for dense gradients of the variables `owners`, for each of this process's ranks."""
+        local = self._strategy.experimental_local_results
+        states = [
+            [tuple(local(s)[replica].read_value() for s in self.states[number]) for number in owners]
+            for replica in range(len(members))
+        ]
+        return self._layout.run(self._group, local_grads, states, members, owners, self._bucket_bytes)
+
+    def _store_if(self, finite: tf.Tensor, results: Sequence[Any], owners: Sequence[int]) -> None:
+        """Stores the compressor's new states if all gradients are finite, else counts an update that is left out."""
+        local = self._strategy.experimental_local_results
 
         def store_states() -> tf.Tensor:
             for replica, result in enumerate(results):
@@ -133,15 +145,11 @@ class Reduction(tf.Module):
             return tf.constant(True)
 
         def count_skipped() -> tf.Tensor:
-            for replica in replicas:
-                local(self.left_out)[replica].assign_add(1)
+            for component in local(self.left_out):
+                component.assign_add(1)
             return tf.constant(False)
 
         tf.cond(finite, store_states, count_skipped)
-        if scale is not None:
-            # Compression may turn a NaN into a finite value. Restore the NaN, because `LossScaleOptimizer` lowers its scale on NaN.
-            reduced = [gradient_lists.scale(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
-        return [regroup(per_replica) for per_replica in zip(*reduced, strict=True)], finite
 
     def _all_reduce_uncompressed(
         self, values: Sequence[list[Gradient]], members: Sequence[RankContext], lane: int

@@ -64,6 +64,9 @@ class TapeSums:
         self._of_tables: list[tuple[Gradient, str]] = []  # gradients of rows that this worker holds, and their paths
         self._by_hand: dict[int, tuple[Any, str]] = {}  # gradients that the step has summed, and its line
 
+    def asked(self, sources: Sequence[Any]) -> None:
+        """Does nothing."""
+
     def returned(self, sources: Sequence[Any], grads: Sequence[Gradient]) -> list[Gradient]:
         """Returns the gradients that a tape returns to the step."""
         returned = list(grads)

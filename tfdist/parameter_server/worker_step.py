@@ -27,7 +27,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Step, Structure
-from tfdist.compat import keras_internals, keras_metrics, optimizer_search
+from tfdist.compat import call_stack, keras_internals, keras_metrics, optimizer_search, tapes
 from tfdist.errors import ConfigError, stop_iteration_error
 from tfdist.replicas import batch_splitting, random_seeds
 from tfdist.replicas.step_context import StepContext
@@ -178,7 +178,11 @@ class WorkerStep:
         if len(self._model.distribute_strategy.cluster.jobs["worker"]) > 1:
             random_seeds.use_entropy_per_worker()
         generator = random_seeds.StepSeedGenerator(number)
-        with generator.installed(), _Scope([*counted, *mapped, *sums], collect_losses=True) as scope:
+        with (
+            generator.installed(),
+            _Scope([*counted, *mapped, *sums], collect_losses=True) as scope,
+            tapes.hooked(_Tapes(scope)),
+        ):
             examples = batch_splitting.examples(data)
             if examples is not None:
                 examples = tf.convert_to_tensor(examples)
@@ -292,6 +296,31 @@ class _Scope(keras.StatelessScope):
     def get_current_value(self, variable: keras.Variable) -> Structure:
         value = super().get_current_value(variable)
         return keras_internals.raw_value(variable) if value is None else value
+
+
+class _Tapes:
+    """The hook that rejects a gradient with respect to a weight that the step has assigned: only its server has the variable that tapes see."""
+
+    def __init__(self, scope: _Scope):
+        self._scope = scope
+
+    def asked(self, sources: Sequence[Any]) -> None:
+        for source in sources:
+            if isinstance(source, keras.Variable) and not hasattr(self._scope.get_current_value(source), "handle"):
+                place = call_stack.users_place()
+                raise ConfigError(
+                    f"{place and f'{place}: '}a gradient with respect to {source.path} after the step has assigned it is not possible under "
+                    "parameter_server, whose steps read a variable once and write it at their end: train under mirrored or multi_worker_mirrored."
+                )
+
+    def returned(self, sources: Sequence[Any], grads: Sequence[Any]) -> Sequence[Any]:
+        return grads
+
+    def keeps_local(self, sources: Sequence[Any]) -> None:
+        pass
+
+    def reduced_by_hand(self, op: Any, values: Sequence[Any], reduce: Callable[[list[Any]], Sequence[Any]]) -> Any:
+        return reduce(list(values))
 
 
 @dataclasses.dataclass(eq=False)

@@ -264,13 +264,21 @@ class Execution:
             results.append(packed)
 
         run: Callable[[], None] = run_replicas
-        step = RunningStep(self.model, self.trains, data, counts)
+        step = RunningStep(self.model, self.trains, data, counts, functools.partial(self._own_examples, data, counts))
         for feature in reversed(self._strategy.features):
             run = functools.partial(feature.step, step, run)
         run()
         local = self._strategy.experimental_local_results
         (packed,) = results
         return {dtype: tree_sum(local(values)) for dtype, values in packed.items()}
+
+    def _own_examples(self, data: Structure, counts: Structure) -> tf.Tensor | int:
+        """Returns the number of examples of this process's first replica; 1 if batches have no axis of examples."""
+        local = self._strategy.experimental_local_results
+        if counts is not None:
+            return local(counts)[0][0, 0]
+        examples = batch_splitting.examples(tf.nest.map_structure(lambda value: local(value)[0], data))
+        return 1 if examples is None else examples
 
     def _run_next(self, data: Structure) -> dict[str, tf.Tensor]:
         """Runs one step, as `_run_one` does; raises OutOfRangeError if no replica has an example."""

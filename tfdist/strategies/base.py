@@ -76,8 +76,7 @@ class KerasStrategy(distributed_data.DataDistribution, tf.distribute.Strategy):
     def configure(self, config: StrategyConfig) -> None:
         """Sets the options, and creates the features that they ask for. Models that are compiled later follow them."""
         self.config = config
-        if not self.traits.asynchronous:
-            self.features = features.make(self)
+        self.features = features.make(self)
 
     @property
     def trains_alone(self) -> bool:

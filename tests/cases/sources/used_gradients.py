@@ -104,6 +104,15 @@ def a_step_takes_the_gradient_at_moved_weights(world):
     return {"weight": (found, w), "loss": (logs["uphill"], loss)}
 
 
+@case(
+    SERVERS,
+    full=True,
+    error=r"used_gradients\.py:\d+: a gradient with respect to .*/kernel after the step has assigned it",
+)
+def a_gradient_at_moved_weights_on_servers(world):
+    trained(world, Sharp)
+
+
 @case(full=True)
 def eager_and_repeated_steps_clip_as_others(world):
     eager = trained(world, changed(clip), run_eagerly=True)[0]
