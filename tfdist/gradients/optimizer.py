@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfdist import compression as compression_lib
 from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import check_compresses
-from tfdist.collectives.own_time import own_time_of
 from tfdist.compat import keras_internals, laid_out, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import NONE, Compressor
 from tfdist.config import CompressionConfig
@@ -29,12 +28,11 @@ from tfdist.gradients import gradient_lists, worker_tables
 from tfdist.gradients.clipping import needs_whole_norms
 from tfdist.gradients.conditions import cond_of
 from tfdist.gradients.reduction import Reduction
-from tfdist.gradients.summing import sum_over_replicas
+from tfdist.gradients.summing import measure_own_time, sum_in_step
 from tfdist.gradients.tape_sums import GradientsUsedError
 from tfdist.gradients.update import IfFinite, Update, deduplicate_rows_before_update
 from tfdist.gradients.way import Batch, Each, End, Stage, run
 from tfdist.replicas import step_context
-from tfdist.replicas.step_context import StepContext
 
 
 def distribute_optimizer(
@@ -182,7 +180,7 @@ class _ReduceThenApply:
         self._check_built()
         context = tf.distribute.get_replica_context()
         if context and not are_sums:
-            _measure_own_time(context, grads)
+            measure_own_time(context, grads)
         variables = self._variables(trainable_variables)
         stages = self._stages(context, grads, variables, are_sums)
         run([*stages, End(self._apply)], Batch(grads, variables), switches=context is not None)
@@ -256,30 +254,10 @@ class _ReduceThenApply:
         return self._optimizer.dynamic_scale if self._optimizer.built else self._optimizer.initial_scale
 
 
-def sum_in_step(
-    step: StepContext, grads: Sequence[Gradient], variables: Variables, number: tf.Tensor
-) -> list[Gradient]:
-    """Returns the sums over all replicas of a step's gradients, each weighted by its replica's share. Within a replica.
-
-    `number` is that of the update.
-    """
-    context = tf.distribute.get_replica_context()
-    if step.gradient_weight is not None:
-        grads = gradient_lists.scale_no_nan(grads, step.gradient_weight)
-    _measure_own_time(context, grads)
-    return sum_over_replicas(context, grads, variables, number)
-
-
 def number_of_update(model: keras.Model) -> tf.Tensor:
     """Returns the number of updates by the first optimizer of a model."""
     optimizers = optimizer_search.optimizers(model)
     return tf.cast(optimizers[0].iterations, tf.int64) if optimizers else tf.zeros([], tf.int64)
-
-
-def _measure_own_time(context: tf.distribute.ReplicaContext, grads: Sequence[Gradient]) -> None:
-    own_time = own_time_of(context.strategy)
-    if own_time and own_time.is_measuring:
-        context.merge_call(own_time.on_gradients, args=([grad for grad in grads if grad is not None],))
 
 
 def _apply_reduced(

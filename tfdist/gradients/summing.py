@@ -9,12 +9,14 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
+from tfdist.collectives.own_time import own_time_of
 from tfdist.compat import keras_internals
 from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 from tfdist.gradients import gradient_lists, worker_tables
 from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
 from tfdist.gradients.way import Batch, Rest, Stage
+from tfdist.replicas.step_context import StepContext
 
 
 class Sum(Stage):
@@ -106,3 +108,24 @@ def sum_over_replicas(
     for index, total in zip(sparse, gathered, strict=True):
         reduced[index] = total
     return reduced
+
+
+def sum_in_step(
+    step: StepContext, grads: Sequence[Gradient], variables: Variables, number: tf.Tensor
+) -> list[Gradient]:
+    """Returns the sums over all replicas of a step's gradients, each weighted by its replica's share. Within a replica.
+
+    `number` is that of the update.
+    """
+    context = tf.distribute.get_replica_context()
+    if step.gradient_weight is not None:
+        grads = gradient_lists.scale_no_nan(grads, step.gradient_weight)
+    measure_own_time(context, grads)
+    return sum_over_replicas(context, grads, variables, number)
+
+
+def measure_own_time(context: tf.distribute.ReplicaContext, grads: Sequence[Gradient]) -> None:
+    """Ends the measurement of the task's own time in a step, whose gradients are ready. Within a replica."""
+    own_time = own_time_of(context.strategy)
+    if own_time and own_time.is_measuring:
+        context.merge_call(own_time.on_gradients, args=([grad for grad in grads if grad is not None],))
