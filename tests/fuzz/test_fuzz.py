@@ -145,7 +145,8 @@ def test_seeds_from_30000_on_draw_split_state_with_each_option(arm):
 @pytest.mark.parametrize("arm", arms.ARMS)
 def test_seeds_from_90000_on_draw_steps_that_use_their_gradients(arm):
     drawn = [arms.draw(seed, arm) for seed in range(90000, 90300)]
-    assert {*cases_lib.USES, ""} == {case.use for case in drawn}
+    not_drawn = {"sharp"} if arm == "servers" else set()
+    assert {*cases_lib.USES, ""} - not_drawn == {case.use for case in drawn}
     used = [case for case in drawn if case.use]
     assert len(used) > 150
     for option in ("shards", "loop", "weights", "assigned") if arm != "servers" else ("loop", "weights", "assigned"):
