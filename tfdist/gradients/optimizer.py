@@ -28,7 +28,7 @@ from tfdist.gradients import gradient_lists, worker_tables
 from tfdist.gradients.clipping import needs_whole_norms
 from tfdist.gradients.conditions import cond_of
 from tfdist.gradients.reduction import Reduction
-from tfdist.gradients.summing import measure_own_time, sum_in_step
+from tfdist.gradients.summing import mark_gradients_ready, sum_in_step
 from tfdist.gradients.tape_sums import GradientsUsedError
 from tfdist.gradients.update import IfFinite, Update, deduplicate_rows_before_update
 from tfdist.gradients.way import Batch, Each, End, Stage, run
@@ -180,7 +180,7 @@ class _ReduceThenApply:
         self._check_built()
         context = tf.distribute.get_replica_context()
         if context and not are_sums:
-            measure_own_time(context, grads)
+            mark_gradients_ready(context, grads)
         variables = self._variables(trainable_variables)
         stages = self._stages(context, grads, variables, are_sums)
         run([*stages, End(self._apply)], Batch(grads, variables), switches=context is not None)

@@ -120,11 +120,11 @@ def sum_in_step(
     context = tf.distribute.get_replica_context()
     if step.gradient_weight is not None:
         grads = gradient_lists.scale_no_nan(grads, step.gradient_weight)
-    measure_own_time(context, grads)
+    mark_gradients_ready(context, grads)
     return sum_over_replicas(context, grads, variables, number)
 
 
-def measure_own_time(context: tf.distribute.ReplicaContext, grads: Sequence[Gradient]) -> None:
+def mark_gradients_ready(context: tf.distribute.ReplicaContext, grads: Sequence[Gradient]) -> None:
     """Ends the measurement of the task's own time in a step, whose gradients are ready. Within a replica."""
     own_time = own_time_of(context.strategy)
     if own_time and own_time.is_measuring:
