@@ -126,11 +126,11 @@ class Rule:
     """An optimizer's formula for one variable; `state` keeps its arrays by name."""
 
     def __init__(self, name: str, options: dict[str, Any]):
-        self._name, self._options, self._state = name, options, {}
+        self._name, self._options, self.state = name, options, {}
 
     def _moving(self, key: str, value: Any, beta: float) -> Any:
-        self._state[key] = beta * self._state.get(key, 0.0) + (1 - beta) * value
-        return self._state[key]
+        self.state[key] = beta * self.state.get(key, 0.0) + (1 - beta) * value
+        return self.state[key]
 
     def step(self, w: np.ndarray, g: np.ndarray, t: int) -> np.ndarray:
         """Returns the variable after update `t`, counted from 1."""
@@ -140,21 +140,21 @@ class Rule:
 
     def sgd(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
         momentum = given("momentum", 0.0)
-        velocity = self._state["v"] = momentum * self._state.get("v", 0.0) - rate * g
+        velocity = self.state["v"] = momentum * self.state.get("v", 0.0) - rate * g
         return w + (momentum * velocity - rate * g if given("nesterov") else velocity)
 
     def adam(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
         one, two = given("beta_1"), given("beta_2")
         m, v = self._moving("m", g, one), self._moving("v", g**2, two)
         if given("amsgrad"):
-            v = self._state["max"] = np.maximum(self._state.get("max", 0.0), v)
+            v = self.state["max"] = np.maximum(self.state.get("max", 0.0), v)
         return w - rate * np.sqrt(1 - two**t) / (1 - one**t) * m / (np.sqrt(v) + 1e-7)
 
     adamw = adam
 
     def adamax(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
         m = self._moving("m", g, given("beta_1"))
-        u = self._state["u"] = np.maximum(given("beta_2") * self._state.get("u", 0.0), np.abs(g))
+        u = self.state["u"] = np.maximum(given("beta_2") * self.state.get("u", 0.0), np.abs(g))
         return w - rate / (1 - given("beta_1") ** t) * m / (u + 1e-7)
 
     def nadam(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
@@ -168,15 +168,15 @@ class Rule:
         below = self._moving("v", g**2, given("rho")) + 1e-7
         if given("centered"):
             below = below - self._moving("m", g, given("rho")) ** 2
-        step = self._state["s"] = given("momentum", 0.0) * self._state.get("s", 0.0) + rate * g / np.sqrt(below)
+        step = self.state["s"] = given("momentum", 0.0) * self.state.get("s", 0.0) + rate * g / np.sqrt(below)
         return w - step
 
     def adagrad(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
-        total = self._state["v"] = self._state.get("v", 0.125) + g**2
+        total = self.state["v"] = self.state.get("v", 0.125) + g**2
         return w - rate * g / np.sqrt(total + 1e-7)
 
     def lion(self, w: Any, g: Any, t: int, rate: float, given: Any) -> Any:
-        step = np.sign(given("beta_1") * self._state.get("m", 0.0) + (1 - given("beta_1")) * g)
+        step = np.sign(given("beta_1") * self.state.get("m", 0.0) + (1 - given("beta_1")) * g)
         self._moving("m", g, given("beta_2"))
         return w - rate * step
 

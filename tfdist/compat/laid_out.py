@@ -86,6 +86,7 @@ class LaidOutVariable(keras.Variable):
                 self._value, dtype=self._dtype, trainable=self.trainable, name=self.name
             )
             piece._path = self._path
+            piece.holder = self.holder
             if self.constraint is not None:  # it may need the whole value, such as a norm
                 piece._constraint = lambda _: self.holder.cut(self.constraint(self.value))
         return self._piece
@@ -133,6 +134,12 @@ def lay_out_slots(slots: Iterable[tuple[keras.Variable, keras.Variable]], variab
         if id(piece) in holders:
             slot.__class__ = LaidOutSlot
             slot.holder = holders[id(piece)]
+
+
+def copies(variable: Any) -> int:
+    """Returns the number of processes of a group that hold the same piece of a variable, or of a piece of one; 0 if each holds the whole."""
+    holder = getattr(variable, "holder", None)
+    return holder.copies if holder else 0
 
 
 def is_laid_out(variable: object) -> TypeGuard[LaidOutVariable | LaidOutSlot]:

@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
-
 import keras
 import tensorflow as tf
 
-from tfdist.aliases import Gradient
 from tfdist.compat import optimizer_search
 from tfdist.config.strategy_traits import traits_of
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.conditions import cond_of
 from tfdist.gradients.optimizer import update_of
+from tfdist.gradients.way import Batch, Rest, Stage
 from tfdist.strategy import as_ours
 
 
-class FiniteUpdates:
+class FiniteUpdates(Stage):
     """Skips updates whose reduced gradients are not finite, and counts them, for the NaN policies `stop` and `skip`.
 
     All replicas test the same sum and decide the same, so the update may contain collectives.
@@ -25,26 +23,20 @@ class FiniteUpdates:
         skipped: The number of updates that this process has skipped.
     """
 
+    across = True
+
     def __init__(self, strategy: tf.distribute.Strategy):
         with strategy.scope(), tf.init_scope():
             self.skipped = tf.Variable(
                 0, trainable=False, dtype=tf.int64, aggregation=tf.VariableAggregation.ONLY_FIRST_REPLICA
             )
 
-    def make(
-        self,
-        strategy: tf.distribute.Strategy,
-        update: Callable[[], None],
-        grads: Sequence[Gradient],
-        finite: tf.Tensor | None = None,
-    ) -> None:
-        """Calls `update` if the reduced gradients are finite, else counts a skipped update. In cross-replica context.
-
-        `finite` says whether they are, if the caller knows it.
-        """
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        strategy = tf.distribute.get_strategy()
         local = strategy.experimental_local_results
+        finite = batch.finite
         if finite is None:
-            zero_or_nan = gradient_lists.nan_unless_finite([local(grad)[0] for grad in grads])
+            zero_or_nan = gradient_lists.nan_unless_finite([local(grad)[0] for grad in batch.grads])
             ours = as_ours(strategy)
             if ours:
                 zero_or_nan = ours.sum_over_pieces(zero_or_nan)
@@ -55,7 +47,7 @@ class FiniteUpdates:
                 count.assign_add(1)
 
         cond = cond_of(strategy) if traits_of(strategy).compresses else tf.cond
-        cond(finite, update, skip)
+        cond(finite, lambda: rest(batch), skip)
 
 
 def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:

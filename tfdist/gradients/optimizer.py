@@ -18,7 +18,6 @@ import tensorflow as tf
 from tfdist import compression as compression_lib
 from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import check_compresses
-from tfdist.collectives.own_time import own_time_of
 from tfdist.compat import keras_internals, laid_out, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import NONE, Compressor
 from tfdist.config import CompressionConfig
@@ -26,13 +25,14 @@ from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 from tfdist.feature import Feature
 from tfdist.gradients import gradient_lists, worker_tables
+from tfdist.gradients.clipping import needs_whole_norms
 from tfdist.gradients.conditions import cond_of
-from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, gather_rows_in_process, uses_bucketed_all_reduce
-from tfdist.gradients.sharded_update import ShardedUpdate
+from tfdist.gradients.reduction import Reduction
+from tfdist.gradients.summing import mark_gradients_ready, sum_in_step
 from tfdist.gradients.tape_sums import GradientsUsedError
-from tfdist.gradients.update import AccumulatingUpdate, deduplicate_rows_before_update
+from tfdist.gradients.update import IfFinite, Update, deduplicate_rows_before_update
+from tfdist.gradients.way import Batch, Each, End, Stage, run
 from tfdist.replicas import step_context
-from tfdist.replicas.step_context import StepContext
 
 
 def distribute_optimizer(
@@ -86,7 +86,7 @@ def distribute_optimizer(
     for name in ("apply", "build", "scale_loss"):
         vars(leaf).pop(name, None)
     keras_internals.restore_optimizer_methods(leaf)
-    update = AccumulatingUpdate(leaf, scaled, clip_after_reduce)
+    update = Update(leaf, scaled, clip_after_reduce)
     if compressor is not None:
         if tf.distribute.has_strategy():
             check_compresses(tf.distribute.get_strategy())
@@ -113,7 +113,7 @@ class GradientSums(Feature):
         # Keras overwrites weights by their averages in a condition, in which one replica may not call `merge_call` either.
         overwrites = leaf.use_ema and leaf.ema_overwrite_frequency
         asked = any(feature.needs_update(model, optimizer, engine) for feature in self.strategy.features)
-        if several or asked or overwrites or worker_tables.clips(leaf, model.trainable_variables):
+        if several or asked or overwrites or needs_whole_norms(leaf, model.trainable_variables):
             compressor = engine.compressor if several and not self.strategy.trains_alone else None
             distribute_optimizer(optimizer, compressor, clip_after_reduce=True)
         else:
@@ -123,7 +123,7 @@ class GradientSums(Feature):
 class _ReduceThenApply:
     """The `apply` of the outermost optimizer, which reduces gradients and then calls Keras' `apply`."""
 
-    def __init__(self, optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate):
+    def __init__(self, optimizer: keras.optimizers.Optimizer, update: Update):
         self._optimizer = optimizer
         self._keras_apply = optimizer.apply
         self._update = self.update = update
@@ -137,7 +137,7 @@ class _ReduceThenApply:
     def _apply_in_step(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
         step = step_context.current()
         if step is None:
-            return self._reduce(grads, trainable_variables)
+            return self._run(grads, trainable_variables)
         if step.tapes is not None:
             step.tapes.check_summed_once(grads)
         if step.tapes is not None and step.tapes.sums:
@@ -150,7 +150,7 @@ class _ReduceThenApply:
             grads = step.tapes.original_rows([totals.get(index, grad) for index, grad in enumerate(grads)])
             step.is_applying = True
             try:
-                return self._reduce(grads, trainable_variables, are_sums=True)
+                return self._run(grads, trainable_variables, are_sums=True)
             finally:
                 step.is_applying = False
         if step.tapes is not None:
@@ -168,7 +168,7 @@ class _ReduceThenApply:
             return step.deferred.append((grads, trainable_variables))
         step.is_applying = True
         try:
-            self._reduce(grads, trainable_variables)
+            self._run(grads, trainable_variables)
         finally:
             step.is_applying = False
             step.gathered.clear()  # the update has changed these variables
@@ -176,69 +176,54 @@ class _ReduceThenApply:
     def _iterations(self) -> tf.Tensor:
         return tf.cast(self._optimizer.iterations, tf.int64)
 
-    def _reduce(self, grads: Sequence[Gradient], trainable_variables: Variables | None, are_sums: bool = False) -> None:
+    def _run(self, grads: Sequence[Gradient], trainable_variables: Variables | None, are_sums: bool = False) -> None:
         self._check_built()
         context = tf.distribute.get_replica_context()
         if context and not are_sums:
-            _measure_own_time(context, grads)
-        grads = gradient_lists.deduplicate_rows(grads)  # so that fewer rows are sent
+            mark_gradients_ready(context, grads)
         variables = self._variables(trainable_variables)
-        own = worker_tables.own_indices(grads, variables)
-        if own:
-            worker_tables.check(self._update.leaf, self._update.clips_local)
-            if self._update.scaled or self._update.finite or self._update.reduction:
-                grads = worker_tables.agree_on_finite(grads, own)
-        if self._update.accumulates:
-            # The sums are reduced once per update, but whether a step counts is decided now, by all replicas together.
-            if self._update.scaled or self._update.finite:
-                grads = gradient_lists.propagate_non_finite(grads)
-        else:
-            grads = self._update.clip_local(grads, self._scale())
-            scattering = self._update.scattering
-            if are_sums:
-                grads = self._update.clip_tables(grads, variables, self._scale())
-            elif context and scattering:
-                if self._merge(context, functools.partial(self._scattered, scattering), grads, trainable_variables):
-                    return
-            elif self._update.trains_alone:
-                pass
-            elif not (context and self._update.reduction):
-                summed = functools.partial(_summed, context, variables=variables, step=self._iterations())
-                grads = worker_tables.map_others(summed, grads, variables)
-                grads = self._update.clip_tables(grads, variables, self._scale())
-            elif self._merge(context, self._compressed, grads, trainable_variables):
-                return
-        if not (context and self._update.finite and self._merge(context, self._if_finite, grads, trainable_variables)):
-            self._apply(grads, trainable_variables)
+        stages = self._stages(context, grads, variables, are_sums)
+        run([*stages, End(self._apply)], Batch(grads, variables), switches=context is not None)
 
-    def _merge(
-        self,
-        context: tf.distribute.ReplicaContext,
-        function: Callable[..., None],
-        grads: Sequence[Gradient],
-        variables: Variables | None,
-    ) -> bool:
-        """Calls a function with the gradients of all replicas and their variables; returns False if all gradients are None."""
-        variables = self._variables(variables)
-        grads = gradient_lists.with_static_shapes(grads, variables)
-        present = [(grad, variable) for grad, variable in zip(grads, variables, strict=True) if grad is not None]
-        if present:
-            present_grads, variables = zip(*present, strict=True)
-            context.merge_call(functools.partial(function, variables=variables), args=(list(present_grads),))
-        return bool(present)
+    def _stages(self, context: Any, grads: Sequence[Gradient], variables: Variables, are_sums: bool) -> list[Stage]:
+        """Returns the way of gradients to Keras' `apply`; the optimizer's `Update` is the rest of it."""
+        update = self._update
+        decides = bool(update.scaled or update.finite)
+        stages: list[Stage] = [
+            Each(lambda grads, _: gradient_lists.deduplicate_rows(grads))
+        ]  # so that fewer rows are sent
+        if worker_tables.own_indices(grads, variables):
+            worker_tables.check(update.leaf, update.clip is not None)
+            if decides or update.reduction:
+                stages.append(Each(worker_tables.agree_on_finite))
+        if update.accumulates:
+            # The sums are reduced once per update, but whether a step counts is decided now, by all replicas together.
+            if decides:
+                stages.append(Each(lambda grads, _: gradient_lists.propagate_non_finite(grads)))
+        elif update.clip:
+            clip = update.clip
+            stages.append(Each(lambda grads, _: clip.clipped(grads, self._scale())))
+        if context and not (update.accumulates or are_sums):
+            # Residuals of a compressor are kept unscaled.
+            stages += update.sum_stages(lambda: self._optimizer.dynamic_scale if update.scaled else None, decides)
+        if context and update.finite:
+            stages.append(update.finite)
+        elif context and update.reduction and not (update.accumulates or update.scaled):
+            stages.append(IfFinite())  # a `LossScaleOptimizer` itself skips such updates
+        return stages
 
     def _variables(self, variables: Variables | None) -> Variables:
         """Returns the variables of gradients; None means those of the optimizer."""
         return self._update.variables if variables is None else variables
 
-    def _apply(self, grads: Sequence[Gradient], trainable_variables: Variables | None) -> None:
+    def _apply(self, grads: Sequence[Gradient], variables: Variables) -> None:
         grads = gradient_lists.with_divisible_rows(grads)
         context = tf.distribute.get_replica_context()
         ordered = context and traits_of(context.strategy).compresses and self._update.scaled and self._optimizer.built
         if ordered:
-            keras_internals.apply_scaled(self._optimizer, grads, trainable_variables, cond_of(context.strategy))
+            keras_internals.apply_scaled(self._optimizer, grads, variables, cond_of(context.strategy))
         else:
-            self._keras_apply(grads, trainable_variables)
+            self._keras_apply(grads, variables)
 
     def _check_built(self) -> None:
         if self._optimizer.built:
@@ -268,104 +253,11 @@ class _ReduceThenApply:
             return self._optimizer.loss_scale_factor or 1.0
         return self._optimizer.dynamic_scale if self._optimizer.built else self._optimizer.initial_scale
 
-    def _compressed(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
-        """Sums gradients through the compressor; skips the update if a gradient is not finite."""
-        scale = self._optimizer.dynamic_scale if self._update.scaled else None  # residuals are kept unscaled
-        totals, finite = self._update.reduce(grads, variables, scale)
-        if worker_tables.clips(self._update.leaf, self._update.variables):
-            clip = functools.partial(self._update.clip_tables, scale=self._scale())
-            totals = strategy.extended.call_for_each_replica(clip, args=(totals, variables))
-        self._if_finite(strategy, totals, variables, finite)
-
-    def _scattered(
-        self,
-        sharded: ShardedUpdate,
-        strategy: tf.distribute.Strategy,
-        grads: Sequence[Gradient],
-        variables: Variables,
-    ) -> None:
-        """Gives each process its pieces of the gradients' sum, and applies the update; skips it if a gradient is not finite."""
-        pieces = sharded.reduce_scatter(grads, variables)
-        if not (self._update.finite or self._update.scaled):
-            strategy.extended.call_for_each_replica(self._apply, args=(pieces, variables))
-            return
-        finite = sharded.all_finite(pieces)
-        if self._update.scaled:
-            # `LossScaleOptimizer` tests the pieces of its process.
-            pieces = gradient_lists.scale(pieces, tf.where(finite, 1.0, float("nan")))
-        self._if_finite(strategy, pieces, variables, finite)
-
-    def _if_finite(
-        self,
-        strategy: tf.distribute.Strategy,
-        grads: Sequence[Gradient],
-        variables: Variables,
-        finite: tf.Tensor | None = None,
-    ) -> None:
-        """Applies the update if all reduced gradients are finite."""
-
-        def apply() -> None:
-            strategy.extended.call_for_each_replica(self._apply, args=(grads, variables))
-
-        if self._update.finite:
-            self._update.finite.make(strategy, apply, grads, finite)
-        elif self._update.scaled:  # LossScaleOptimizer itself skips non-finite updates
-            apply()
-        else:
-            cond_of(strategy)(finite, apply, lambda: None)
-
-
-def _summed(
-    context: tf.distribute.ReplicaContext | None,
-    grads: list[Gradient],
-    variables: Variables,
-    step: tf.Tensor,
-) -> list[Gradient]:
-    """Returns the sums of the gradients over all replicas; None stays None."""
-    if context and uses_bucketed_all_reduce(context.strategy):
-        grads = gradient_lists.with_static_shapes(grads, variables)
-        present = [grad for grad in grads if grad is not None]
-        if not present:
-            return grads
-        totals = iter(context.merge_call(functools.partial(bucketed_all_reduce, step=step), args=(present,)))
-        return [None if grad is None else next(totals) for grad in grads]
-    sparse = [index for index, grad in enumerate(grads) if isinstance(grad, tf.IndexedSlices)]
-    if not (context and sparse and traits_of(context.strategy).mirrors_in_process):
-        return gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, grads)
-    reduced = list(grads)
-    for index in sparse:
-        reduced[index] = None
-    reduced = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, reduced)
-    gathered = context.merge_call(gather_rows_in_process, args=([grads[index] for index in sparse],))
-    for index, total in zip(sparse, gathered, strict=True):
-        reduced[index] = total
-    return reduced
-
-
-def sum_in_step(
-    step: StepContext, grads: Sequence[Gradient], variables: Variables, number: tf.Tensor
-) -> list[Gradient]:
-    """Returns the sums over all replicas of a step's gradients, each weighted by its replica's share. Within a replica.
-
-    `number` is that of the update.
-    """
-    context = tf.distribute.get_replica_context()
-    if step.gradient_weight is not None:
-        grads = gradient_lists.scale_no_nan(grads, step.gradient_weight)
-    _measure_own_time(context, grads)
-    return _summed(context, list(grads), variables, number)
-
 
 def number_of_update(model: keras.Model) -> tf.Tensor:
     """Returns the number of updates by the first optimizer of a model."""
     optimizers = optimizer_search.optimizers(model)
     return tf.cast(optimizers[0].iterations, tf.int64) if optimizers else tf.zeros([], tf.int64)
-
-
-def _measure_own_time(context: tf.distribute.ReplicaContext, grads: Sequence[Gradient]) -> None:
-    own_time = own_time_of(context.strategy)
-    if own_time and own_time.is_measuring:
-        context.merge_call(own_time.on_gradients, args=([grad for grad in grads if grad is not None],))
 
 
 def _apply_reduced(
@@ -407,7 +299,7 @@ def _scale_and_weigh_loss(
 def _build_with_compression(
     build: Callable[..., None],
     optimizer: keras.optimizers.Optimizer,
-    update: AccumulatingUpdate,
+    update: Update,
     variables: Variables,
 ) -> None:
     """Replaces `build` of an optimizer with a compressor; also creates the compression state."""
@@ -415,9 +307,7 @@ def _build_with_compression(
     create_compression_state(optimizer, update, variables)
 
 
-def create_compression_state(
-    optimizer: keras.optimizers.Optimizer, update: AccumulatingUpdate, variables: Variables
-) -> None:
+def create_compression_state(optimizer: keras.optimizers.Optimizer, update: Update, variables: Variables) -> None:
     """Creates the compressor's state beside the optimizer's: TensorFlow tracks it, so that checkpoints and backups hold its variables."""
     strategy = variables and getattr(variables[0].value, "distribute_strategy", None)
     if update.compressor and strategy and strategy.num_replicas_in_sync > 1:  # a single replica sends nothing
@@ -456,10 +346,10 @@ def get_compressor(optimizer: keras.optimizers.Optimizer) -> Compressor | None:
     return reduction.compressor if reduction else None
 
 
-def update_of(optimizer: keras.optimizers.Optimizer) -> AccumulatingUpdate | None:
-    """Returns the `AccumulatingUpdate` that `distribute_optimizer` installed in an optimizer, or None."""
+def update_of(optimizer: keras.optimizers.Optimizer) -> Update | None:
+    """Returns the `Update` that `distribute_optimizer` installed in an optimizer, or None."""
     update = keras_internals.update_method(optimizer)
-    return update if isinstance(update, AccumulatingUpdate) else None
+    return update if isinstance(update, Update) else None
 
 
 def _reduces_first(optimizer: keras.optimizers.Optimizer) -> bool:

@@ -10,8 +10,11 @@ import tensorflow as tf
 from tfdist.aliases import Variables
 from tfdist.compat import keras_internals, optimizer_search, piece_optimizer
 from tfdist.feature import Feature
+from tfdist.gradients import gradient_lists
 from tfdist.gradients.optimizer import create_compression_state, update_of
 from tfdist.gradients.sharded_update import ShardedUpdate
+from tfdist.gradients.update import Update
+from tfdist.gradients.way import Batch, Rest, Stage
 from tfdist.sharding.split_slot import SplitSlot
 from tfdist.strategy import Strategy
 
@@ -33,13 +36,64 @@ class SplitOptimizer(Feature):
         return {"optimizer_bytes": [optimizer_bytes(model, worker) for worker in range(workers)]}
 
 
+class Parts:
+    """The stages by which each process sums and updates its part of the variables."""
+
+    def __init__(self, update: Update, sharded: ShardedUpdate):
+        self._update = update
+        self._sharded = sharded
+        self.move_averages = sharded.move_averages
+
+    @property
+    def scatters(self) -> bool:
+        """True if a process needs its part of the sum alone: no norm of whole gradients."""
+        return not self._sharded.clips_by_norm
+
+    def scatter(self, decides: bool) -> Stage:
+        """Returns the stage of the sum; `decides` as for `Update.sum_stages`."""
+        return _Scatter(self._sharded, decides, self._update.scaled)
+
+    def update(self, are_parts: bool) -> Stage:
+        """Returns the stage of the update, of sums or of parts of them."""
+        return _UpdateParts(self._sharded, are_parts)
+
+
+class _Scatter(Stage):
+    across = True
+
+    def __init__(self, sharded: ShardedUpdate, decides: bool, scaled: bool):
+        self._sharded = sharded
+        self._decides = decides
+        self._scaled = scaled
+
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        parts = self._sharded.reduce_scatter(batch.grads, batch.variables)
+        finite = self._sharded.all_finite(parts) if self._decides else None
+        if self._decides and self._scaled:
+            # `LossScaleOptimizer` tests the parts of its process.
+            parts = gradient_lists.scale(parts, tf.where(finite, 1.0, float("nan")))
+        rest(Batch(parts, batch.variables, finite))
+
+
+class _UpdateParts(Stage):
+    across = True
+
+    def __init__(self, sharded: ShardedUpdate, are_parts: bool):
+        self._sharded = sharded
+        self._are_parts = are_parts
+
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        self._sharded.update(batch.grads, batch.variables, self._are_parts)
+
+
 def shard(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:
     """Splits the slots of a distributed optimizer over the processes of a strategy, in place."""
     leaf = getattr(optimizer, "inner_optimizer", optimizer)
     update = update_of(leaf)
-    if update is None or update.sharded:
+    if update is None or update.parts:
         return
-    sharded = update.sharded = ShardedUpdate(leaf, strategy)
+    sharded = ShardedUpdate(leaf, strategy)
+    update.parts = Parts(update, sharded)
 
     def build(variables: Variables) -> None:
         sharded.build(variables)

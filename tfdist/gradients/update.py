@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import functools
 import warnings
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from typing import Any
 
 import keras
@@ -16,45 +15,62 @@ from tfdist.collectives.communicator import communicator_for
 from tfdist.collectives.requests import AllReduce, RankContext
 from tfdist.compat import keras_internals
 from tfdist.compression.base import Compressor
-from tfdist.errors import ConfigError
-from tfdist.gradients import gradient_lists, worker_tables
+from tfdist.gradients import gradient_lists
+from tfdist.gradients.accumulation import Accumulate
+from tfdist.gradients.clipping import ClipByWholeNorms, ClipOnReplica
 from tfdist.gradients.conditions import cond_of
-from tfdist.gradients.reduction import Reduction, bucketed_all_reduce, uses_bucketed_all_reduce
-from tfdist.gradients.sharded_update import ELEMENTWISE, ShardedUpdate
-from tfdist.layers.table import common, is_own
+from tfdist.gradients.reduction import Reduction, uses_bucketed_all_reduce
+from tfdist.gradients.sharded_update import ELEMENTWISE
+from tfdist.gradients.summing import CompressedSum, Sum
+from tfdist.gradients.way import Batch, Each, Rest, Stage, run
+from tfdist.layers.table import common
 from tfdist.strategy import as_ours
 
 _BROADCAST_LANE = -3  # a lane that gradients do not use
 
 
-class AccumulatingUpdate:
-    """The replacement of an optimizer's `_backend_apply_gradients`.
+class Update:
+    """The replacement of an optimizer's `_backend_apply_gradients`: the second half of the way of its gradients.
 
-    It runs Keras' conditional updates in cross-replica context, where the variables of all replicas can be assigned. `scaled` means that
-    a `LossScaleOptimizer` wraps the optimizer.
+    Keras calls it with the gradients of `_ReduceThenApply`, the first half, which are unscaled by then. Its stages run Keras' conditional
+    updates in cross-replica context, where the variables of all replicas can be assigned.
+
+    Attributes:
+        leaf: The optimizer.
+        scaled: Whether a `LossScaleOptimizer` wraps it.
+        clip: Clips on each replica, before the sum; None if the sum is clipped.
+        compressor: The compressor of the gradients, or None.
+        reduction: The sum through the compressor; None until the optimizer is built.
+        exchange: The `LocalSteps` of a worker that trains alone; else None.
+        finite: The `FiniteUpdates`, if updates that are not finite are skipped; else None.
+        takes_sums: Whether the gradients to apply are sums over all replicas.
+        parts: The stages by which each process updates its part of the variables; None if it updates all.
     """
 
     def __init__(self, optimizer: keras.optimizers.Optimizer, scaled: bool, clips_after_reduce: bool):
-        self.leaf = self._optimizer = optimizer
+        self.leaf = optimizer
         self._keras_update = keras_internals.update_method(optimizer)
         self.scaled = scaled
         self.compressor: Compressor | None = None
-        self.reduction: Reduction | None = None  # None until the optimizer is built
-        self.sharded: ShardedUpdate | None = None  # None unless the slots are split
-        # Replaced where variables live as pieces.
-        self.clip_pieces: Callable[[Sequence[Gradient], Variables], Sequence[Gradient]] = lambda grads, _: grads
-        self.finite: Any = None  # the `FiniteUpdates`, unless non-finite updates are applied, too
-        self.takes_sums = False  # whether the gradients to apply are sums over all replicas
-        self.exchange: Any = None  # the `LocalSteps` of a worker that trains alone
-        self._clip: Callable[[Sequence[Gradient]], Sequence[Gradient]] | None = None
+        self.reduction: Reduction | None = None
+        self.exchange: Any = None
+        self.finite: Any = None
+        self.takes_sums = False
+        self.parts: Any = None
         # An optimizer that overrides `apply` must receive what one process would: each step's reduced gradient.
         self._reduces_each_step = type(optimizer).apply is not keras.optimizers.Optimizer.apply
         clips_after_reduce = clips_after_reduce or bool(
             optimizer.gradient_accumulation_steps and self._reduces_each_step
         )
+        self.clip: ClipOnReplica | None = None
         if not clips_after_reduce and any((optimizer.clipnorm, optimizer.global_clipnorm, optimizer.clipvalue)):
-            self._clip = keras_internals.clip_method(optimizer)
-            keras_internals.replace_clip(optimizer, list)  # `clip_local` has already clipped
+            self.clip = ClipOnReplica(optimizer, keeps_infinity=scaled)
+
+    @property
+    def variables(self) -> Sequence[keras.Variable]:
+        """The variables that the optimizer was built with."""
+        variables: Sequence[keras.Variable] = keras_internals.trainable_variables(self.leaf)
+        return variables
 
     @property
     def trains_alone(self) -> bool:
@@ -62,220 +78,115 @@ class AccumulatingUpdate:
         ours = as_ours(tf.distribute.get_strategy())
         return bool(ours and ours.trains_alone)
 
-    def clip_local(self, grads: Sequence[Gradient], scale: tf.Tensor | float = 1.0) -> Sequence[Gradient]:
-        """Returns this replica's gradients, clipped unless the reduced gradient is. `scale` is the loss scale that they contain."""
-        if self._clip is None:
-            return grads
-        present = [grad for grad in grads if grad is not None]
-        clipped = gradient_lists.scale(self._clip(gradient_lists.scale(present, 1 / scale)), scale)
-        if self.scaled:  # LossScaleOptimizer must see an inf, even if clipping makes it finite
-            clipped = gradient_lists.add_scalar(clipped, gradient_lists.nan_unless_finite(present))
-        remaining = iter(clipped)
-        return [None if grad is None else next(remaining) for grad in grads]
-
-    @property
-    def clips_local(self) -> bool:
-        """True if each replica clips its own gradient, before the sum."""
-        return self._clip is not None
-
-    def clip_tables(
-        self,
-        grads: Sequence[Gradient],
-        variables: Variables,
-        scale: tf.Tensor | float = 1.0,
-        accumulated: bool = False,
-    ) -> Sequence[Gradient]:
-        """Clips reduced gradients if a table is in parts, where Keras would use the norm of each part.
-
-        Gradients that will be accumulated are clipped later (`accumulated`). `scale` is as in `clip_local`.
-        """
-        clips = not self.clips_local and worker_tables.clips(self._optimizer, self.variables)
-        if not clips or accumulated != bool(self._optimizer.gradient_accumulation_steps):
-            return grads
-        worker_tables.take_over_clip(self._optimizer, self.variables)
-        return worker_tables.clip(self._optimizer, grads, variables, scale)
-
-    @property
-    def variables(self) -> Sequence[Gradient]:
-        """The variables that the optimizer was built with."""
-        return keras_internals.trainable_variables(self._optimizer)
-
-    def reduce(
-        self, grads: Sequence[Gradient], variables: Variables, scale: tf.Tensor | float = None
-    ) -> tuple[list[Gradient], tf.Tensor]:
-        """Returns the sums of the gradients over all replicas, and whether all are finite, as `Reduction` does. In cross-replica context.
-
-        This worker's rows of tables are summed already.
-        """
-        strategy = tf.distribute.get_strategy()
-        assert self.reduction is not None  # noqa: S101 (for the type checker: callers have tested it)
-        totals = list(grads)
-        finite = tf.constant(True)
-        shared = worker_tables.shared_indices(variables)
-        if shared:
-            numbers = [self._number(variables[index]) for index in shared]
-            local = [grads[index] for index in shared]
-            sums, finite = self.reduction(local, numbers, self._optimizer.iterations, scale)
-            for index, total in zip(shared, sums, strict=True):
-                totals[index] = total
-        if len(shared) < len(grads):
-            first = [strategy.experimental_local_results(total)[0] for total in totals]
-            finite &= tf.math.is_finite(gradient_lists.nan_unless_finite(first))
-        return totals, finite
-
-    def _number(self, variable: keras.Variable) -> int:
-        try:
-            return keras_internals.variable_index(self._optimizer, variable)
-        except KeyError:
-            raise ConfigError(
-                f"The optimizer {type(self._optimizer).__name__} was built without the variable "
-                f"{getattr(variable, 'path', variable.name)}, which was perhaps frozen then: compile the model with a new "
-                "optimizer."
-            ) from None
-
     @property
     def accumulates(self) -> bool:
-        """Returns whether this object accumulates local gradients and reduces them, once per update."""
-        return bool(self._optimizer.gradient_accumulation_steps) and not (self._reduces_each_step or self.takes_sums)
+        """True if the gradients that Keras passes are each replica's own, to be summed once they are accumulated."""
+        return bool(self.leaf.gradient_accumulation_steps) and not (self._reduces_each_step or self.takes_sums)
 
     @property
-    def scattering(self) -> ShardedUpdate | None:
-        """The update by pieces if each process receives only its pieces of the gradients' sum, else None."""
-        if self.sharded is None or self.compressor or self.sharded.clips_by_norm or self.takes_sums:
-            return None
-        return self.sharded
+    def scatters(self) -> bool:
+        """True if the stages of the sum leave each process its part of it."""
+        return bool(self.parts and self.parts.scatters and not (self.compressor or self.takes_sums))
+
+    def sum_stages(self, scale: Callable[[], tf.Tensor | None] = lambda: None, decides: bool = False) -> list[Stage]:
+        """Returns the stages that sum over all replicas.
+
+        `scale` is as for `CompressedSum`; `decides` says that a loss scale or a NaN policy asks whether the sums are finite.
+        """
+        if self.trains_alone or self.takes_sums:
+            return []
+        if self.scatters:
+            return [self.parts.scatter(decides)]
+        if self.reduction:
+            return [CompressedSum(self.reduction, self.leaf, scale)]
+        return [Sum(lambda: tf.cast(self.leaf.iterations, tf.int64))]
 
     def __call__(self, grads: Sequence[Gradient], variables: Variables) -> None:
-        optimizer = self._optimizer
-        grads = gradient_lists.deduplicate_rows(grads)  # rows of several replicas may have the same id
-        context = tf.distribute.get_replica_context()
-        if context and (self.sharded or optimizer.gradient_accumulation_steps or optimizer.ema_overwrite_frequency):
-            context.merge_call(functools.partial(self._across, variables=variables), args=(grads,))
+        if tf.distribute.in_cross_replica_context():
+            return self._keras_update(gradient_lists.deduplicate_rows(grads), variables)
+        # Rows of several replicas may have the same id.
+        stages: list[Stage] = [Each(lambda grads, _: gradient_lists.deduplicate_rows(grads))]
+        if self.leaf.use_ema:
+            stages.append(MoveAverages(self))
+        if self.leaf.gradient_accumulation_steps:
+            clip = self.clip.clipped if self.clip else list
+            sums_later = self.accumulates and not self.trains_alone
+            stages.append(Accumulate(self.leaf, sums_later, clip))
+            if sums_later:
+                stages += self.sum_stages()
+                if self.reduction:
+                    stages.append(IfFinite())
+        stages.append(Each(self._through_features))
+        if self.parts:
+            stages.append(self.parts.update(are_parts=self.scatters))
         else:
-            grads = self.clip_pieces(self._through_features(grads, variables), variables)
-            self._keras_update(grads, variables)
-            self._broadcast(context)
+            stages += [ClipByWholeNorms(self.leaf), Step(self)]
+        run(stages, Batch(grads, variables))
 
     def _through_features(self, grads: Sequence[Gradient], variables: Variables) -> Sequence[Gradient]:
         """Returns reduced gradients as the features of the strategy return them. Within a replica."""
         ours = as_ours(tf.distribute.get_strategy())
         for feature in ours.features if ours else ():
-            grads = feature.reduced(self._optimizer, grads, variables)
+            grads = feature.reduced(self.leaf, grads, variables)
         return grads
 
-    def _broadcast(self, context: tf.distribute.ReplicaContext | None) -> None:
-        """Makes the updated variables equal on all workers."""
-        if self.trains_alone:
-            return
-        if context and _may_differ_between_workers(self._optimizer, context.strategy, clips=self._clip is None):
-            context.merge_call(_broadcast_update, args=(self._optimizer,))
 
-    def _across(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
-        optimizer = self._optimizer
-        step = tf.convert_to_tensor(keras_internals.step_counter(optimizer).value) + 1
-        update = tf.convert_to_tensor(optimizer.iterations) + 1
+class IfFinite(Stage):
+    """Drops gradients that are not finite. All ranks have the same sums, and do the same."""
 
-        def on_each_replica(function: Callable[..., None]) -> None:
-            strategy.extended.call_for_each_replica(function, args=(grads, variables))
+    across = True
 
-        steps = optimizer.gradient_accumulation_steps
-        if steps:
-            end = functools.partial(self._end, strategy, grads, variables)
-            cond_of(strategy)(step % steps == 0, end, lambda: on_each_replica(self._add))
-        else:
-            self._step_across(strategy, grads, variables)
-        if not optimizer.use_ema:
-            return
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        if batch.finite is None:
+            return rest(batch)
+        return cond_of(tf.distribute.get_strategy())(batch.finite, lambda: rest(batch), lambda: None)
+
+
+class Step(Stage):
+    """Keras' update of variables, which the chief then sends to the others if their processors differ."""
+
+    def __init__(self, update: Update):
+        self._update = update
+
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        optimizer = self._update.leaf
+        keras_internals.update_variables(optimizer, batch.grads, batch.variables)
+        context = tf.distribute.get_replica_context()
+        clips = self._update.clip is None
+        if not self._update.trains_alone and _may_differ_between_workers(optimizer, context.strategy, clips):
+            context.merge_call(_broadcast_update, args=(optimizer,))
+
+
+class MoveAverages(Stage):
+    """The moving averages of the variables, which Keras moves at each step, and writes to the variables now and then.
+
+    It does so in a condition, in which one replica may not assign the variables of all.
+    """
+
+    def __init__(self, update: Update):
+        self._update = update
+        optimizer = update.leaf
+        self.across = bool(update.parts or optimizer.ema_overwrite_frequency or optimizer.gradient_accumulation_steps)
+
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        optimizer, parts = self._update.leaf, self._update.parts
+        number = tf.convert_to_tensor(optimizer.iterations) + 1
+        rest(batch)
         trained = keras_internals.trainable_variables(optimizer)
-        cond = tf.cond
-        if self.sharded:
-            self.sharded.move_averages()
-            cond = cond_of(strategy)  # the averages are gathered
+        move = keras_internals.moving_average_method(optimizer)
+        if not self.across:
+            return move(trained)
+        strategy = tf.distribute.get_strategy()
+        if parts:
+            parts.move_averages()
         else:
-            strategy.extended.call_for_each_replica(keras_internals.moving_average_method(optimizer), args=(trained,))
+            strategy.extended.call_for_each_replica(move, args=(trained,))
         frequency = optimizer.ema_overwrite_frequency
         if frequency:
             overwrite = keras_internals.overwrite_method(optimizer)
-            cond(update % frequency == 0, lambda: overwrite(trained), lambda: None)
-
-    def _step(self, grads: Sequence[Gradient], variables: Variables) -> None:
-        grads = self._through_features(grads, variables)
-        grads = self.clip_pieces(self.clip_tables(grads, variables, accumulated=True), variables)
-        keras_internals.update_variables(self._optimizer, grads, variables)
-        self._broadcast(tf.distribute.get_replica_context())
-
-    def _add(self, grads: Sequence[Gradient], variables: Variables) -> None:
-        for accumulator, total, _ in self._totals(grads, variables):
-            accumulator.assign(total)
-
-    def _end(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
-        """Updates with the accumulated gradients, which are compressed only once."""
-        # Collectives of tfdist need cross-replica context, where they see the values of all replicas: hence the alternation of calls
-        # for each replica (clip and reset, then update) and reductions between them.
-        call = strategy.extended.call_for_each_replica
-        # TensorFlow's all-reduce works within a replica. Gradients of an optimizer that overrides `apply` were reduced at each step.
-        is_summed = self.accumulates and not self.trains_alone
-        if self.sharded and not is_summed:  # a step that uses its gradients has accumulated sums
-            self._step_across(strategy, call(self._shares, args=(grads, variables)), variables)
-            return
-        if not is_summed or not (self.reduction or self.sharded or uses_bucketed_all_reduce(strategy)):
-            call(self._update, args=(grads, variables))
-            return
-        shares = call(self._shares, args=(grads, variables))
-        if self.scattering:
-            self._step_across(strategy, self.scattering.reduce_scatter(shares, variables), variables)
-            return
-        if not self.reduction:
-            step = tf.cast(self._optimizer.iterations, tf.int64)
-            totals = list(shares)
-            shared = worker_tables.shared_indices(variables)
-            if shared:
-                sums = bucketed_all_reduce(strategy, [shares[index] for index in shared], step)
-                for index, total in zip(shared, sums, strict=True):
-                    totals[index] = total
-            self._step_across(strategy, totals, variables)
-            return
-        totals, finite = self.reduce(shares, variables)
-        # The accumulators are reset by now, even if the sum is not finite: a NaN in them would stay in all later updates.
-        cond_of(strategy)(finite, lambda: self._step_across(strategy, totals, variables), lambda: None)
-
-    def _step_across(self, strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables) -> None:
-        if self.sharded:
-            grads = strategy.extended.call_for_each_replica(self._through_features, args=(grads, variables))
-            self.sharded.update(grads, variables, are_pieces=self.scattering is not None)
-        else:
-            strategy.extended.call_for_each_replica(self._step, args=(grads, variables))
-
-    def _update(self, grads: Sequence[Gradient], variables: Variables) -> None:
-        shares = self._shares(grads, variables)
-        if self.accumulates and not self.trains_alone:
-            shares = gradient_lists.all_reduce(tf.distribute.ReduceOp.SUM, shares)
-        self._step(shares, variables)
-
-    def _shares(self, grads: Sequence[Gradient], variables: Variables) -> list[tf.Tensor]:
-        """Returns this replica's part of the mean over steps and replicas, and resets the accumulators.
-
-        If gradients were reduced at each step, returns the entire mean instead of a part.
-        """
-        steps = self._optimizer.gradient_accumulation_steps
-        totals = self._totals(grads, variables)
-        shares = self.clip_local([total / (steps * parts) for _, total, parts in totals])
-        # Like Keras, also reset the accumulators of variables without a gradient at this step.
-        for accumulator in keras_internals.accumulators(self._optimizer):
-            accumulator.value.assign(tf.zeros_like(accumulator.value))
-        return list(shares)
-
-    def _totals(self, grads: Sequence[Gradient], variables: Variables) -> Iterator[tuple[tf.Variable, tf.Tensor, int]]:
-        """Yields for each gradient its accumulator, the new value of it, and the number of replicas whose values are summed later."""
-        accumulators = keras_internals.accumulators(self._optimizer)
-        for grad, variable in zip(gradient_lists.with_static_shapes(grads, variables), variables, strict=True):
-            accumulator = accumulators[keras_internals.variable_index(self._optimizer, variable)].value
-            replicas = 1
-            if self.accumulates and not self.trains_alone and not is_own(variable):
-                # A replica's gradient is its share of a sum, but accumulators are averaged over the replicas, as statistics are. With
-                # this factor their mean is the accumulator of one process.
-                replicas = tf.distribute.get_strategy().num_replicas_in_sync
-            yield accumulator, accumulator + tf.convert_to_tensor(grad) * replicas, replicas
+            cond = cond_of(strategy) if parts else tf.cond  # parts are gathered
+            cond(number % frequency == 0, lambda: overwrite(trained), lambda: None)
+        return None
 
 
 def _may_differ_between_workers(
@@ -340,9 +251,8 @@ def deduplicate_rows_before_update(optimizer: keras.optimizers.Optimizer) -> Non
             if variables is None:
                 variables = keras_internals.trainable_variables(optimizer)
             grads = gradient_lists.deduplicate_rows(grads)
-            if worker_tables.clips(optimizer, variables):
-                worker_tables.take_over_clip(optimizer, variables)
-                grads = worker_tables.clip(optimizer, grads, variables)
-            apply(gradient_lists.with_divisible_rows(grads), trainable_variables)
+            clipped: list[Batch] = []
+            ClipByWholeNorms(optimizer)(Batch(grads, variables), clipped.append)
+            apply(gradient_lists.with_divisible_rows(clipped[0].grads), trainable_variables)
 
         optimizer.apply = apply_sums

@@ -15,7 +15,8 @@ from tfdist.collectives import own_time
 from tfdist.compat import keras_internals, tapes
 from tfdist.compat.tf_internals import all_reduce
 from tfdist.errors import ConfigError
-from tfdist.gradients.optimizer import number_of_update, sum_in_step
+from tfdist.gradients.optimizer import number_of_update
+from tfdist.gradients.summing import sum_in_step
 from tfdist.gradients.tape_sums import GradientsUsedError, TapeSums, applying_sums
 from tfdist.replicas import batch_splitting, equal_weights, step_context
 from tfdist.replicas.step_context import StepContext

@@ -176,7 +176,7 @@ def split(world: Any, distribution: Any) -> MultiWorkerMirroredStrategy:
     """
     devices = distribution.device_mesh
     grid = Grid(tuple(devices.axis_names), tuple(devices.shape), distribution.batch_dim_name)
-    _check(world, grid)
+    check(world, grid)
     cluster, task = world.cluster_task
     tasks = cluster.training_tasks()
     rank = tasks.index(task)
@@ -205,7 +205,7 @@ def split(world: Any, distribution: Any) -> MultiWorkerMirroredStrategy:
     return data
 
 
-def _check(world: Any, grid: Grid) -> None:
+def check(world: Any, grid: Grid) -> None:
     """Raises ConfigError unless the workers of a strategy are those of a mesh."""
     workers = world.num_workers
     if world.cluster_task is None or workers != grid.ranks or world.num_replicas_in_sync != workers:

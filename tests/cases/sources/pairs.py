@@ -229,13 +229,13 @@ class Alone:
             self.averages = [keep * average + (1 - keep) * weight for average, weight in pairs]
 
     def _updated(self, rule: Rule, weight: np.ndarray, grad: np.ndarray) -> np.ndarray:
-        before = dict(rule._state)
+        before = dict(rule.state)
         after = rule.step(weight, grad, self.updates)
         if not (is_lazy(self._row) and len(weight) == MIN_ROWS):
             return after
         touched = np.abs(grad).sum(1, keepdims=True) > 0
-        for key, value in rule._state.items():
-            rule._state[key] = np.where(touched, value, before.get(key, 0.0))
+        for key, value in rule.state.items():
+            rule.state[key] = np.where(touched, value, before.get(key, 0.0))
         return np.where(touched, after, weight)
 
 
@@ -291,7 +291,7 @@ def chosen(world: Any, row: Row) -> Iterator[Any]:
         given: dict[str, Any] = {"config": tfdist.StrategyConfig(arm.strategy, **options)}
         given["batch_shares"] = row["batch_shares"] == "by_speed"
         given |= dict.fromkeys(("num_workers", "num_replicas_in_sync"), arm.workers)
-        mesh._check(mock.MagicMock(**given), strategy.mesh.grid)
+        mesh.check(mock.MagicMock(**given), strategy.mesh.grid)
     compression = {"none": None, "topk": TopK(compress_ratio=1.0)}.get(row["compression"], row["compression"])
     logger = logging.getLogger("tfdist")
     level = logger.level
