@@ -56,8 +56,8 @@ def clips(optimizer: keras.optimizers.Optimizer, variables: Variables) -> bool:
     """Returns whether `clip` must replace Keras' clipping, which would use the norms of parts of a table. `variables`: all of the optimizer."""
     tables = [table_of(variable) for variable in variables]
     if optimizer.clipnorm:
-        return any(table is not None and table.layout.count > 1 for table in tables)
-    return bool(optimizer.global_clipnorm) and any(table is not None and table.layout.is_on_workers for table in tables)
+        return any(table is not None and len(table.split.indices) > 1 for table in tables)
+    return bool(optimizer.global_clipnorm) and any(table is not None and table.is_divided for table in tables)
 
 
 def take_over_clip(optimizer: keras.optimizers.Optimizer, variables: Variables) -> None:
