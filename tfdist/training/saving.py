@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import laid_out, optimizer_search, piece_optimizer
-from tfdist.compat.split_value import Reader, SplitValue, is_split, reading
+from tfdist.compat.split_value import SplitValue, is_split, reading
 from tfdist.errors import ClusterError, ConfigError, describe_error, format_value
 from tfdist.layers.table import is_own, with_tables
 from tfdist.runtime.folders import storage
@@ -141,16 +142,13 @@ def _whole_on_chief(split: Sequence[SplitValue], ranks: Ranks) -> Iterator[None]
         yield
         return
 
-    def reader(number: int) -> Reader:
-        def read(chunk: np.ndarray, begin: int) -> None:
-            rows = range(begin, begin + len(chunk))
-            _broadcast(ranks, number, rows.start, rows.stop)
-            _read_chunk(split[number], rows, ranks, chunk)
-
-        return read
+    def read(number: int, chunk: np.ndarray, begin: int) -> None:
+        rows = range(begin, begin + len(chunk))
+        _broadcast(ranks, number, rows.start, rows.stop)
+        _read_chunk(split[number], rows, ranks, chunk)
 
     try:
-        with reading({value.key: reader(number) for number, value in enumerate(split)}):
+        with reading({value.key: functools.partial(read, number) for number, value in enumerate(split)}):
             yield
     finally:
         _broadcast(ranks)
