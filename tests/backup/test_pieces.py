@@ -7,6 +7,7 @@ from tfdist.backup import pieces
 from tfdist.backup.contents import SHARED, SavePoint, part_of
 from tfdist.backup.files import CorruptBackupError
 from tfdist.backup.storage import Storage
+from tfdist.sharding.split import split_rows, view
 
 POINT = SavePoint(3, False)
 SLOT = np.arange(6, dtype=np.float32).reshape(2, 3)
@@ -17,7 +18,7 @@ def write(folder, parts):
     storage = Storage(str(folder), 0, len(parts))
     storage.write_part(POINT, SHARED, {"0/w": np.float32(5), pieces.shape_key("7/a"): np.array([2, 3], np.int64)})
     for rank, part in enumerate(parts):
-        own = {pieces.piece_key([begin], "7/a"): SLOT.reshape(-1)[begin:end] for begin, end in part}
+        own = {pieces.piece_key((slice(begin, end, 1),), "7/a"): SLOT.reshape(-1)[begin:end] for begin, end in part}
         storage.write_part(POINT, part_of(rank), {**own, "rest": b"{}"})
     return storage
 
@@ -37,23 +38,44 @@ def test_a_slot_of_which_elements_are_missing_or_there_twice_is_damaged(tmp_path
         write(tmp_path, parts).read_shared(POINT, len(parts))
 
 
+def join(shared, parts):
+    ranks = [(f"rank-{rank}", part) for rank, part in enumerate(parts)]
+    return pieces.join([("shared", shared), *ranks], "step-3")
+
+
+def parts_of(whole, indices):
+    return [{pieces.piece_key(index, "7/a"): view(whole, index)} for index in indices]
+
+
 def test_pieces_of_several_dimensions():
     whole = np.arange(24.0).reshape(4, 6)
     shared = {pieces.shape_key("7/a"): np.array(whole.shape)}
-    places = [(slice(0, 2), slice(0, 3)), (slice(0, 2), slice(3, 6)), (slice(2, 4), slice(0, 6))]
-    parts = [{pieces.piece_key([each.start for each in place], "7/a"): whole[place]} for place in places]
-    np.testing.assert_array_equal(pieces.join(shared, [*parts, {}], "step-3")["7/a"], whole)
-    beyond = {pieces.piece_key([2, 1], "7/a"): whole[2:4]}
+    places = [(0, 2, 0, 3), (0, 2, 3, 6), (2, 4, 0, 6)]
+    parts = parts_of(whole, [(slice(top, bottom, 1), slice(left, right, 1)) for top, bottom, left, right in places])
+    np.testing.assert_array_equal(join(shared, [*parts, {}])["7/a"], whole)
+    beyond = {pieces.piece_key((slice(2, 4, 1), slice(1, 7, 1)), "7/a"): whole[2:4]}
     for damaged in (parts[:2], [*parts, parts[0]], [*parts[:2], beyond]):
         with pytest.raises(CorruptBackupError, match="7/a"):
-            pieces.join(shared, damaged, "step-3")
+            join(shared, damaged)
 
 
-def test_rows_of_a_table_that_ranks_hold():
+@pytest.mark.parametrize("is_shared", [False, True])
+def test_rows_of_a_table(is_shared):
     table = np.arange(10).reshape(5, 2)
     shared = {pieces.shape_key("7/a"): np.array(table.shape)}
-    parts = [{pieces.rows_key(rank, 2, "7/a"): table[rank::2], "rest": b"{}"} for rank in range(2)]
-    np.testing.assert_array_equal(pieces.join(shared, parts, "step-3")["7/a"], table)
-    assert [*pieces.without_pieces(parts[1])] == ["rest"]
+    parts = parts_of(table, split_rows(table.shape, 2).indices)
+    if is_shared:  # one process holds all shards: other parts are not read
+        ranks = iter([("shared", shared | parts[0] | parts[1])])
+        np.testing.assert_array_equal(pieces.join(ranks, "step-3")["7/a"], table)
+        return
+    np.testing.assert_array_equal(join(shared, parts)["7/a"], table)
+    assert [*pieces.without_pieces({**parts[1], "rest": b"{}"})] == ["rest"]
     with pytest.raises(CorruptBackupError, match="7/a"):
-        pieces.join(shared, parts[:1], "step-3")
+        join(shared, parts[:1])
+
+
+@pytest.mark.parametrize("slices", ["0:5:0,0:2:1", "0:5,0:2:1", "5:0:1,0:2:1", "0:5:1,0:2:1,0:1:1", "::,::", "0:10:1,"])
+def test_a_key_that_is_none_is_damage(slices):
+    shared = {pieces.shape_key("7/a"): np.array([5, 2])}
+    with pytest.raises(CorruptBackupError, match="7/a"):
+        join(shared, [{f"piece-{slices}/7/a": np.zeros((5, 2))}])

@@ -20,6 +20,7 @@ from tfdist.backup.storage import CorruptBackupError, Storage
 from tfdist.collectives.ranks import Ranks
 from tfdist.errors import BackupError, ConfigError
 from tfdist.runtime.folders.finished_training import remove_backups
+from tfdist.sharding.split import split_rows
 
 ALONE, ONE = Ranks(None, 0, ["worker:0"]), Size(1, 1)
 
@@ -225,7 +226,7 @@ def test_another_number_of_replicas_reads_all_of_them(tmp_path):
 def test_another_format_is_rejected_by_its_number(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "FORMAT", 1)
     write(tmp_path, 7)
-    with pytest.raises(ConfigError, match=r"it has format 1, and this version reads format 2"):
+    with pytest.raises(ConfigError, match=r"it has format 1, and this version reads format 3"):
         find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE)
 
 
@@ -276,8 +277,10 @@ def write_rows(folder):
     variable = tf.Variable(tf.repeat(tf.range(rows, dtype=tf.float32)[:, None], 64, axis=1))
     pathlib.Path("/proc/self/clear_refs").write_text("5")  # the peak is the present size
     before = memory("VmRSS")
-    held = pieces.ServerRows(variable, [rows, 64])
-    Storage(folder, 0, 1).write_part(SavePoint(1, False), SHARED, {pieces.rows_key(0, 1, "table"): held})
+    (index,) = split_rows((rows, 64), 1).indices
+    tensors = {pieces.piece_key(index, "table"): pieces.ServerRows(variable, (rows, 64))}
+    shape = {pieces.shape_key("table"): tf.constant((rows, 64), tf.int64)}
+    Storage(folder, 0, 1).write_part(SavePoint(1, False), SHARED, tensors | shape)
     print("beyond the table:", memory("VmHWM") - before)
 
 
@@ -288,6 +291,6 @@ def test_rows_of_a_server_are_written_in_chunks(tmp_path):
         [sys.executable, "-c", program], capture_output=True, text=True, timeout=120, check=True
     ).stdout
     assert int(output.split("beyond the table:")[1]) < 200
-    (table,) = Storage(str(tmp_path), 0, 1).read_shared(SavePoint(1, False), 1).values()
+    table = np.asarray(Storage(str(tmp_path), 0, 1).read_shared(SavePoint(1, False), 1)["table"])
     np.testing.assert_array_equal(table[:, 0], np.arange(1_200_000))
     np.testing.assert_array_equal(table[:, 63], table[:, 0])

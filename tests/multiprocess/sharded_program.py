@@ -15,7 +15,7 @@ import tfdist
 from tests.helpers.options import set_options
 from tests.multiprocess import harness
 from tfdist.compat import piece_optimizer
-from tfdist.sharding.split_slot import SplitSlot
+from tfdist.compat.split_value import SplitSlot
 
 strategy, out, *chosen = sys.argv[1:]
 name, _, devices = strategy.partition(":")
@@ -127,7 +127,7 @@ def rounded():
     finally:
         set_options(trainer.strategy, weights_dtype="float32")
     master = piece_optimizer.state_variables(model.optimizer)[-1]
-    return weights, (master.own.begin, master.piece.numpy())
+    return weights, (next(master.stored())[0][0].start, master.piece.numpy())
 
 
 OPTIMIZERS = {

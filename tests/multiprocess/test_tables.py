@@ -11,7 +11,7 @@ CLOSE = ("shared", "compressed", "eager", "clips", "clips_scaled", "clips_compre
 ERRORS = {
     "lamb": "Lamb, which is not known to update each element independently",
     "regularizer": "users with rows on the workers is not possible with embeddings_regularizer, whose sum no worker can compute",
-    "saved alone": "Each worker holds some rows of the table users/embeddings_0",
+    "saved alone": "Each worker holds a part of users/embeddings_0",
     "called": "the model is called outside of a step, perhaps on one worker alone",
 }
 TRAININGS = [

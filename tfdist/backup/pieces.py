@@ -1,9 +1,8 @@
-"""Values in a backup that are split over ranks, and tables that are split over variables. A reader joins them.
+"""Values in a backup that are split: over ranks, or over the shards of a table. A reader joins them, so that any number of ranks or shards reads them.
 
-The shared part holds the shape of a split value. A rank's part holds its piece, under a name with the place of the first element: one
-number in the flat value (slots, with `shard_optimizer`), or one for each dimension (variables and slots that a mesh of workers splits).
-So any number of ranks reads the values, split or not. The shared part holds the rows of each shard of a table, so that a table
-is read with any number of shards. If each worker holds a shard, its part has the rows, and the shared part the shape of the table.
+The shared part holds the shape of a split value. The pieces are in the parts of the ranks that store them, or in the shared part if one
+process has all of them. A piece's key has its index (`sharding/split.py`), `start:stop:step` for each dimension: `piece-1:9:2,0:4:1/name`. An
+index of one slice is a range of the flat value.
 """
 
 from __future__ import annotations
@@ -19,11 +18,11 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.backup.files import CorruptBackupError
-from tfdist.layers.table import CHUNK_BYTES
+from tfdist.sharding.split import CHUNK_BYTES, Index, shape_of, view
 
 _SHAPE = "shape-of-split/"
-_ROWS = re.compile(r"rows-(\d+)-of-(\d+)/(.*)", re.DOTALL)
-_PIECE = re.compile(r"piece-(\d+(?:,\d+)*)/(.*)", re.DOTALL)
+_PIECE = re.compile(r"piece-([\d:,]+)/(.*)", re.DOTALL)
+_SLICE = re.compile(r"(\d+):(\d+):([1-9]\d*)")
 
 
 class ServerError(Exception):
@@ -40,7 +39,7 @@ class ServerRows:
     """
 
     variable: tf.Variable
-    shape: list[int]
+    shape: tuple[int, ...]
 
     def chunks(self) -> Iterator[tuple[int, tf.Tensor]]:
         """Yields each chunk's first row, and its rows: at most 64 MB. Raises ServerError."""
@@ -58,62 +57,29 @@ def shape_key(name: str) -> str:
     return f"{_SHAPE}{name}"
 
 
-def piece_key(begin: Sequence[int], name: str) -> str:
-    """Returns the key of the piece of a value that begins at an element of it, or, with one number, of the flat value."""
-    return f"piece-{','.join(map(str, begin))}/{name}"
-
-
-def rows_key(shard: int, shards: int, name: str) -> str:
-    """Returns the key of the rows of a table that are in one of its shards."""
-    return f"rows-{shard}-of-{shards}/{name}"
-
-
-def join_tables(shared: Mapping[str, np.ndarray], path: str) -> dict[str, np.ndarray]:
-    """Returns the shared part with whole tables in place of the rows of their shards. Raises CorruptBackupError if rows are missing."""
-    joined: dict[str, np.ndarray] = {}
-    tables: dict[tuple[str, int], dict[int, np.ndarray]] = {}
-    for key, value in shared.items():
-        match = _ROWS.fullmatch(key)
-        if match is None:
-            joined[key] = value
-        else:
-            tables.setdefault((match[3], int(match[2])), {})[int(match[1])] = value
-    for (name, shards), parts in tables.items():
-        rows = sum(map(len, parts.values()))
-        if any(len(parts.get(shard, ())) != len(range(shard, rows, shards)) for shard in range(shards)):
-            raise CorruptBackupError(f"{path} does not hold each row of {name!r} once")
-        joined[name] = np.empty((rows, *parts[0].shape[1:]), parts[0].dtype)
-        for shard, part in parts.items():
-            joined[name][shard::shards] = part
-    return joined
-
-
-def is_split(shared: Iterable[str]) -> bool:
-    """Returns whether a shared part belongs to a backup whose ranks hold pieces of values, or rows of tables."""
-    return any(key.startswith(_SHAPE) for key in shared)
+def piece_key(index: Index, name: str) -> str:
+    """Returns the key of the piece of a value with an index."""
+    slices = ",".join(f"{part.start}:{part.stop}:{part.step}" for part in index)
+    return f"piece-{slices}/{name}"
 
 
 def without_pieces(own: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a rank's part without its pieces of split values, and its rows of tables."""
-    return {key: value for key, value in own.items() if not (_PIECE.fullmatch(key) or _ROWS.fullmatch(key))}
+    """Returns a rank's part without its pieces of split values."""
+    return {key: value for key, value in own.items() if not _PIECE.fullmatch(key)}
 
 
 @dataclasses.dataclass(frozen=True)
 class _Piece:
-    begin: tuple[int, ...]
+    index: Index
     shape: tuple[int, ...]
     read: Callable[[], np.ndarray]
 
-    def place_in(self, whole: np.ndarray) -> np.ndarray | None:
-        """Returns the elements of a whole value that are this piece's, or None if it has no such elements."""
-        if len(self.shape) == 1:
-            whole = whole.reshape(-1)
-        if not len(self.begin) == len(self.shape) == whole.ndim:
-            return None
-        ends = np.add(self.begin, self.shape)
-        if np.any(ends > whole.shape):
-            return None
-        return whole[tuple(map(slice, self.begin, ends))]
+    def fits(self, shape: tuple[int, ...]) -> bool:
+        """Returns whether the piece has the shape of its index, and lies within a value of `shape`."""
+        sizes = (math.prod(shape),) if len(self.index) == 1 else shape
+        if len(self.index) != len(sizes) or self.shape != shape_of(self.index):
+            return False
+        return all(part.stop <= size for part, size in zip(self.index, sizes, strict=True))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,58 +90,70 @@ class StoredValue:
     dtype: np.dtype
     pieces: Sequence[_Piece]
 
+    @property
+    def held(self) -> int:
+        """The number of elements of all pieces."""
+        return sum(math.prod(piece.shape) for piece in self.pieces)
+
     def is_whole(self) -> bool:
         """Returns whether each element is in one piece."""
+        if self.held != math.prod(self.shape) or not all(piece.fits(self.shape) for piece in self.pieces):
+            return False
         is_held = np.zeros(self.shape, bool)
         for piece in self.pieces:
-            place = piece.place_in(is_held)
-            if place is None or place.any():
-                return False
-            place[...] = True
+            view(is_held, piece.index)[...] = True
         return bool(is_held.all())
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> np.ndarray:
         whole = np.empty(self.shape, self.dtype)
         for piece in self.pieces:
-            place = piece.place_in(whole)
-            assert place is not None  # noqa: S101 (for the type checker: `is_whole` has tested it)
-            place[...] = piece.read()
+            view(whole, piece.index)[...] = piece.read()
         return np.asarray(whole, dtype)
 
 
 def join(
-    shared: Mapping[str, np.ndarray],
-    parts: Iterable[Mapping[str, np.ndarray]],
+    parts: Iterable[tuple[str, Mapping[str, np.ndarray]]],
     path: str,
-    read: Callable[[int, str], np.ndarray] | None = None,
+    read: Callable[[str, str], np.ndarray] | None = None,
 ) -> dict[str, Any]:
-    """Returns the shared part with whole values and tables in place of their shapes; `parts` are the parts of all ranks.
+    """Returns the shared part with whole values in place of their shapes and pieces.
 
-    `read` reads a tensor of a rank's part again, once the value is needed; None keeps the tensors of `parts`. Raises CorruptBackupError
-    unless each element of a value is in one piece.
+    Args:
+        parts: The names and tensors of the shared part and those of all ranks, which are read only if the shared part lacks elements.
+        path: The path of the backup, for messages.
+        read: Reads a tensor again, by the name of its part and its key, once the value is needed; None keeps the tensors.
+
+    Raises:
+        CorruptBackupError: An element of a value is in no piece, or in several.
     """
-    pieces: dict[str, list[_Piece]] = {}
-    dtypes: dict[str, np.dtype] = {}
-    rows: dict[str, np.ndarray] = {}
-    for rank, own in enumerate(parts):
-        for key, value in own.items():
+    parts = iter(parts)
+    first, shared = next(parts)
+    shapes = {
+        key.removeprefix(_SHAPE): tuple(value.tolist()) for key, value in shared.items() if key.startswith(_SHAPE)
+    }
+    joined = without_pieces({key: value for key, value in shared.items() if not key.startswith(_SHAPE)})
+    stored = {name: StoredValue(shape, np.dtype(bool), []) for name, shape in shapes.items()}
+
+    def add(part: str, tensors: Mapping[str, np.ndarray]) -> None:
+        for key, value in tensors.items():
             match = _PIECE.fullmatch(key)
-            if match:
-                again = functools.partial(read, rank, key) if read else functools.partial(np.asarray, value)
-                begin = tuple(map(int, match[1].split(",")))
-                pieces.setdefault(match[2], []).append(_Piece(begin, value.shape, again))
-                dtypes[match[2]] = value.dtype
-            elif _ROWS.fullmatch(key):
-                rows[key] = value
-    joined: dict[str, Any] = {**join_tables(rows, path)}
-    for key, value in shared.items():
-        if key.startswith(_SHAPE):
-            name = key.removeprefix(_SHAPE)
-            if name not in joined:  # not a table
-                stored = StoredValue(tuple(value.tolist()), dtypes.get(name, np.dtype(bool)), pieces.get(name, []))
-                if not stored.is_whole():
-                    raise CorruptBackupError(f"{path} does not hold {name!r} once")
-                joined[name] = stored
-        else:
-            joined[key] = value
-    return joined
+            if match and match[2] in stored:
+                again = functools.partial(read, part, key) if read else functools.partial(np.asarray, value)
+                found = stored[match[2]]
+                pieces = [*found.pieces, _Piece(_index(match[1]), value.shape, again)]
+                stored[match[2]] = dataclasses.replace(found, dtype=value.dtype, pieces=pieces)
+
+    add(first, shared)
+    if any(value.held < math.prod(value.shape) for value in stored.values()):
+        for part, tensors in parts:
+            add(part, tensors)
+    for name, value in stored.items():
+        if not value.is_whole():
+            raise CorruptBackupError(f"{path} does not hold {name!r} once")
+    return joined | stored
+
+
+def _index(text: str) -> Index:
+    """Returns the index in a key; empty unless the text is one."""
+    slices = [_SLICE.fullmatch(part) for part in text.split(",")]
+    return tuple(slice(*map(int, match.groups())) for match in slices if match) if all(slices) else ()

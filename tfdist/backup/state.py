@@ -13,15 +13,16 @@ import tensorflow as tf
 
 from tfdist.aliases import Json, Logs
 from tfdist.backup import pieces
-from tfdist.compat import keras_internals, laid_out, optimizer_search, piece_optimizer
+from tfdist.compat import optimizer_search, piece_optimizer
 from tfdist.compat.keras_internals import CALLBACK_STATE, SEED_STATE, STATELESS_ATTRIBUTES
+from tfdist.compat.split_value import SplitValue, held, is_split, read_part
 from tfdist.errors import ConfigError, format_value
-from tfdist.layers.table import Table, with_tables
+from tfdist.layers.table import with_tables
 from tfdist.replicas import random_seeds
 from tfdist.replicas.moving_statistics import MovingStatistics
 from tfdist.runtime.files import write_error_reason
 from tfdist.runtime.log import logger
-from tfdist.sharding.split_slot import SplitSlot
+from tfdist.sharding.split import shape_of
 
 REST = "rest"  # state that is not a tensor, as JSON
 _GLOBAL_SEED = "global seed"  # of this thread's `keras.random`
@@ -43,12 +44,12 @@ class TrainingState:
         self._unsaved_callbacks = [c for c in callbacks if c not in self._callbacks.values()]
         self._ignored: set[str] = set()
         self.resizes = False
-        self._variables = dict(named_variables(model))
+        self._variables: dict[str, Any] = dict(named_variables(model))
         self._replicas = [0]
         if self._strategy.num_replicas_in_sync > 1 and not self._strategy.traits.asynchronous:
             self._replicas = self._strategy.local_replicas
         slots = {
-            id(v.value)
+            id(held(v))
             for optimizer in optimizer_search.optimizers(model)
             for v in piece_optimizer.state_variables(optimizer)
         }
@@ -57,7 +58,7 @@ class TrainingState:
         self._per_replica = {
             name
             for name, variable in self._variables.items()
-            if not (isinstance(variable, Table) or laid_out.is_laid_out(variable))
+            if not is_split(variable)
             and (id(variable) in own_slots or _is_per_replica(variable, is_slot=id(variable) in slots))
         }
 
@@ -65,7 +66,7 @@ class TrainingState:
         """Returns each variable's shape and type, by name."""
         forms = {}
         for name, variable in self._variables.items():
-            shape = variable.holder.shape if laid_out.is_laid_out(variable) else variable.shape
+            shape = variable.split.shape if is_split(variable) else variable.shape
             forms[name] = f"{tf.as_dtype(variable.dtype).name}{list(shape)}"
         return forms
 
@@ -81,31 +82,15 @@ class TrainingState:
         own: dict[str, tf.Tensor] = {}
         with tf.device("CPU:0"):
             for name, variable in self._variables.items():
-                if isinstance(variable, Table) and variable.is_large and self._strategy.traits.asynchronous:
-                    shared |= self._on_servers(name, variable)
+                if is_split(variable):
+                    shared[pieces.shape_key(name)] = tf.constant(variable.split.shape, tf.int64)
+                    part = own if variable.is_divided else shared
+                    part |= self._pieces(name, variable, to_host)
                     continue
                 values = [component.read_value() for component in self._components(variable)]
                 if to_host:
                     values = [tf.identity(value) for value in values]
-                if isinstance(variable, Table):
-                    layout = variable.layout
-                    holder = shared
-                    if layout.is_on_workers:
-                        holder = own
-                        shared[pieces.shape_key(name)] = tf.constant(variable.shape, tf.int64)
-                    per_shard = len(values) // len(layout.held)
-                    for shard, value in zip(layout.held, values[::per_shard], strict=True):
-                        # A worker's variable may have an unused row.
-                        holder[pieces.rows_key(shard, layout.count, name)] = value[: variable.rows_of(shard)]
-                elif isinstance(variable, SplitSlot):
-                    shared[pieces.shape_key(name)] = tf.constant(variable.shape, tf.int64)
-                    if variable.own.length:
-                        own[pieces.piece_key([variable.own.begin], name)] = values[0]
-                elif laid_out.is_laid_out(variable):
-                    shared[pieces.shape_key(name)] = tf.constant(variable.holder.shape, tf.int64)
-                    if variable.holder.stored_at is not None:
-                        own[pieces.piece_key(variable.holder.stored_at, name)] = values[0]
-                elif name in self._per_replica:
+                if name in self._per_replica:
                     own |= self._by_replica(name, values)
                 else:
                     shared[name] = values[0]
@@ -126,13 +111,16 @@ class TrainingState:
             own[REST] = tf.constant(json.dumps(rest))
         return shared, own
 
-    def _on_servers(self, name: str, table: Table) -> dict[str, pieces.ServerRows]:
-        """Returns the shards of a table, by name, which the chief may not be able to hold."""
-        layout = table.layout
-        return {
-            pieces.rows_key(shard, layout.count, name): pieces.ServerRows(variable, list(variable.shape))
-            for shard, variable in zip(layout.held, self._components(table), strict=True)
-        }
+    def _pieces(self, name: str, value: SplitValue, to_host: bool) -> Iterator[tuple[str, Any]]:
+        """Yields the keys and pieces of a split value that this process stores. The chief may not be able to hold a large table on servers."""
+        on_servers = value.is_large and self._strategy.traits.asynchronous
+        for index, variable in value.stored():
+            key = pieces.piece_key(index, name)
+            if on_servers:
+                yield key, pieces.ServerRows(variable, shape_of(index))
+                continue
+            piece = read_part(index, variable)
+            yield key, tf.identity(piece) if to_host else piece
 
     def check(self) -> None:
         """Raises ConfigError if the callbacks' present state cannot be backed up."""
@@ -171,7 +159,7 @@ class TrainingState:
 
     def _assign(self, name: str, variable: tf.Variable, values: Mapping[int, np.ndarray]) -> None:
         """Assigns saved values to a variable of this run. `values` has a value for each replica; a shared value has the key 0."""
-        if isinstance(variable, (SplitSlot, Table)) or laid_out.is_laid_out(variable):
+        if is_split(variable):
             variable.assign(np.asarray(values[0]))
             return
         components = self._components(variable)
@@ -206,15 +194,12 @@ class TrainingState:
             }
         )
 
-    def _components(self, variable: tf.Variable | SplitSlot | Table) -> Sequence[tf.Variable]:
-        """Returns the variables on the devices of this process; of a table those of each shard, one shard after the other."""
-        if isinstance(variable, SplitSlot):
-            return [variable.piece]
-        if isinstance(variable, Table):
-            return [component for shard in variable.shards for component in self._components(shard.value)]
-        if laid_out.is_laid_out(variable):
-            variable = keras_internals.raw_value(variable)
-        return self._strategy.experimental_local_results(variable)
+    def _components(self, variable: tf.Variable | SplitValue) -> Sequence[tf.Variable]:
+        """Returns the variables on the devices of this process."""
+        if is_split(variable):
+            return variable.components()
+        components: Sequence[tf.Variable] = self._strategy.experimental_local_results(variable)
+        return components
 
 
 def replica_key(replica: int, name: str) -> str:
@@ -265,7 +250,7 @@ def users_callbacks(callbacks: Sequence[keras.callbacks.Callback]) -> list[keras
     return [c for c in callbacks if not type(c).__module__.startswith(("keras.", "tfdist."))]
 
 
-def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable | SplitSlot | Table]]:
+def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable | SplitValue]]:
     """Yields (name, variable) once for every variable; the next run of the same program yields the same names, with any number of shards."""
     optimizers = optimizer_search.optimizers(model)
     known = [
@@ -276,13 +261,9 @@ def named_variables(model: keras.Model) -> Iterator[tuple[str, tf.Variable | Spl
     named: list[tuple[str, Any]] = []
     parts: set[int] = set()  # which TensorFlow finds, too
     for variable in with_tables(known, optimizers):
-        if laid_out.is_laid_out(variable):
-            named.append((variable.path, variable))
-            parts.add(id(keras_internals.raw_value(variable)))
-            continue
-        named.append((variable.path, variable.value))
-        if isinstance(variable.value, Table):
-            parts |= {id(shard.value) for shard in variable.value.shards}
+        named.append((variable.path, held(variable)))
+        if is_split(variable):
+            parts |= set(map(id, variable.variables()))
     # Keras does not know variables that the user or a compressor has created with TensorFlow.
     for root in (model, *optimizers):
         tracked = tf.train.TrackableView(root).descendants()

@@ -2,7 +2,7 @@
 
     backup/checkpoint                     names the backups, in TensorFlow's form
     backup/step-400/shared.{index,data}   state of all ranks, written by the chief
-    backup/step-400/rank-1.{index,data}   state of rank 1 alone, and its pieces of split slots, written by it
+    backup/step-400/rank-1.{index,data}   state of rank 1 alone, and its pieces of split values, written by it
     backup/step-400/manifest.json         names all other files, with sizes and checksums; written last, by the chief
 
 At the end of an epoch the folder is `step-400-end`; another backup of the same step, from before the validation, may exist. A backup
@@ -133,19 +133,16 @@ class Storage:
             raise files.unreadable(prefix, e) from e
 
     def read_shared(self, point: SavePoint, tasks: int) -> dict[str, Any]:
-        """Returns the state of all ranks: the part `shared`, with whole tables, and the values that are split over the parts of a number of tasks.
+        """Returns the state of all ranks: the part `shared`, with whole values in place of the pieces in it and in the parts of a number of tasks.
 
         The pieces of a local backup are read twice: now, to find damage, and when a value is used.
         """
-        shared = pieces.join_tables(self.read_part(point, SHARED), self.path(point))
-        if not pieces.is_split(shared):
-            return shared
-        parts = (self.read_part(point, part_of(rank)) for rank in range(tasks))
+        parts = ((name, self.read_part(point, name)) for name in (SHARED, *map(part_of, range(tasks))))
         read = functools.partial(self._read_tensor, point) if files.is_local(self.folder) else None
-        return pieces.join(shared, parts, self.path(point), read)
+        return pieces.join(parts, self.path(point), read)
 
-    def _read_tensor(self, point: SavePoint, rank: int, name: str) -> np.ndarray:
-        tensor: np.ndarray = tf.train.load_checkpoint(self.path(point, part_of(rank))).get_tensor(name)
+    def _read_tensor(self, point: SavePoint, part: str, name: str) -> np.ndarray:
+        tensor: np.ndarray = tf.train.load_checkpoint(self.path(point, part)).get_tensor(name)
         return tensor
 
     def write_manifest(

@@ -6,13 +6,17 @@ which optimizers update.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any, Protocol, TypeGuard
 
 import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import stateless_scope
+
+from tfdist.compat import keras_internals
+from tfdist.compat.split_value import SplitValue, is_read_by_all
+from tfdist.sharding.split import Split
 
 
 class Holder(Protocol):
@@ -27,8 +31,12 @@ class Holder(Protocol):
         """The number of processes of a group that hold the same piece."""
 
     @property
-    def stored_at(self) -> tuple[int, ...] | None:
-        """The begin of the piece in the whole value, on the first process that holds it; None on the others, which do not store it."""
+    def split(self) -> Split:
+        """The elements that each process stores."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in `split`."""
 
     @property
     def axis(self) -> int | None:
@@ -47,16 +55,38 @@ class Holder(Protocol):
         """Assigns this process's piece of a whole value."""
 
 
-class LaidOutVariable(keras.Variable):
+class _LaidOut(SplitValue):
+    """The parts of a value in a mesh, for variables and slots."""
+
+    holder: Holder
+
+    @property
+    def split(self) -> Split:  # type: ignore[override]
+        return self.holder.split
+
+    @property
+    def held(self) -> Sequence[int]:  # type: ignore[override]
+        return (self.holder.rank,)
+
+    def variables(self) -> Sequence[tf.Variable]:
+        return (keras_internals.raw_value(self),)
+
+    def _read_alone(self, chunk: np.ndarray, begin: int) -> None:
+        """A collective of the processes of a group."""
+        whole = self.holder.join(self.variables()[0].read_value())
+        chunk[...] = whole[begin : begin + len(chunk)].numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+
+class LaidOutVariable(_LaidOut, keras.Variable):
     """A variable of which this process holds a piece. The first read of its value in a step is a collective, and each read outside of steps.
 
     Attributes:
         holder: Its `Holder`.
-        read: Returns the whole value, while all processes take part in a save; else None.
     """
 
-    holder: Holder
-    read: Callable[[Any], np.ndarray] | None = None
     _piece: keras.Variable | None = None
 
     @property
@@ -92,27 +122,14 @@ class LaidOutVariable(keras.Variable):
         return self._piece
 
     def numpy(self) -> Any:
-        return self.value.numpy() if self.read is None else self.read(self)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self.numpy(), dtype)
+        return super().numpy() if is_read_by_all(self) else self.value.numpy()
 
     def _direct_assign(self, value: Any) -> None:
         self.holder.write(self._value, value)
 
 
-class LaidOutSlot(keras.Variable):
+class LaidOutSlot(_LaidOut, keras.Variable):
     """A slot of an optimizer for the piece of a variable: a piece for updates, and the whole slot for files."""
-
-    holder: Holder
-    read: Callable[[Any], np.ndarray] | None = None
-
-    def numpy(self) -> Any:
-        """Returns the whole slot. A collective."""
-        return joined(self) if self.read is None else self.read(self)
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self.numpy(), dtype)
 
     def assign(self, value: Any) -> Any:
         value = tf.convert_to_tensor(value, self._value.dtype)
@@ -145,12 +162,6 @@ def copies(variable: Any) -> int:
 def is_laid_out(variable: object) -> TypeGuard[LaidOutVariable | LaidOutSlot]:
     """Returns whether this process holds a piece of a variable or slot."""
     return isinstance(variable, (LaidOutVariable, LaidOutSlot))
-
-
-def joined(variable: LaidOutVariable | LaidOutSlot) -> np.ndarray:
-    """Returns the whole value of a variable or slot. A collective."""
-    whole: np.ndarray = variable.holder.join(variable._value.read_value()).numpy()
-    return whole
 
 
 def pieces(variables: Iterable[Any]) -> list[Any]:

@@ -8,7 +8,6 @@ from __future__ import annotations
 import concurrent.futures
 import contextlib
 import itertools
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
@@ -19,9 +18,9 @@ from keras.src.utils.naming import auto_name
 from tensorflow.python.distribute import distribute_lib
 
 from tfdist.compat.keras_internals import GRADIENT_ACCUMULATOR, OPTIMIZER_SCALARS, trainable_variables
+from tfdist.compat.split_value import SplitSlot
 from tfdist.config import relations
-from tfdist.sharding.pieces import Pieces
-from tfdist.sharding.split_slot import SplitSlot
+from tfdist.sharding.split import Split
 
 _APPLIED_ELSEWHERE: dict[str, Any] = {
     "clipnorm": None,
@@ -52,20 +51,20 @@ class Piece:
 
     Attributes:
         variable: The model's variable.
-        pieces: The elements that each process holds.
+        split: The elements that each process holds: ranges of the flat value.
         process: The number of this process.
-        begin: The first element.
+        index: The index of this process's elements.
         elements: The number of elements.
         value: Their current values during an update.
         master: The variable with their values of float32 between two updates, if the model's variable has rounded ones; else None.
     """
 
-    def __init__(self, variable: keras.Variable, pieces: Pieces, process: int):
+    def __init__(self, variable: keras.Variable, split: Split, process: int):
         self.variable = variable
-        self.pieces = pieces
+        self.split = split
         self.process = process
-        self.begin = pieces.ranges[process].begin
-        self.elements = pieces.ranges[process].length
+        self.index = split.indices[process]
+        self.elements = split.size(process)
         self.value: tf.Tensor = None
         self.master: keras.Variable | None = None
         # What Keras reads of a variable.
@@ -176,8 +175,7 @@ def _split_slot(slot: keras.Variable, piece: Piece | None) -> keras.Variable | S
 
 def _slot_of(piece: Piece, path: str, held: keras.Variable) -> SplitSlot:
     """Returns what stands for a value of the shape of a piece's variable, of which this process holds the piece."""
-    shape = tuple(piece.variable.shape)
-    return SplitSlot(path, shape, tf.as_dtype(held.dtype), piece.pieces, piece.process, held.value)
+    return SplitSlot(path, piece.split, piece.process, held.value)
 
 
 def all_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable | SplitSlot]:
@@ -206,16 +204,6 @@ def slots_of_copy(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable 
     """Returns the slots that are in an optimizer's copy, in Keras' order; empty unless they are split."""
     leaf = getattr(optimizer, "inner_optimizer", optimizer)
     return list(vars(leaf).get(_SPLIT_SLOTS, ()))
-
-
-def save_whole(optimizer: keras.optimizers.Optimizer) -> None:
-    """Makes Keras store and load an optimizer's state as if its slots were whole."""
-
-    def state() -> Any:
-        return types.SimpleNamespace(name=optimizer.name, variables=all_variables(optimizer))
-
-    optimizer.save_own_variables = lambda store: BaseOptimizer.save_own_variables(state(), store)
-    optimizer.load_own_variables = lambda store: BaseOptimizer.load_own_variables(state(), store)
 
 
 def update_pieces(

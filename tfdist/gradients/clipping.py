@@ -65,7 +65,7 @@ def needs_whole_norms(optimizer: keras.optimizers.Optimizer, variables: Variable
     """Returns whether an optimizer of some variables clips by norms that this rank cannot compute from single variables."""
     if optimizer.clipnorm:  # of each table, whatever the number of its variables
         return any(
-            laid_out.copies(variable) or ((table := table_of(variable)) is not None and table.layout.count > 1)
+            laid_out.copies(variable) or ((table := table_of(variable)) is not None and len(table.split.indices) > 1)
             for variable in variables
         )
     return bool(optimizer.global_clipnorm) and any(is_own(each) or laid_out.copies(each) for each in variables)

@@ -11,6 +11,7 @@ Sparse gradients become dense pieces, which RMSprop, Adagrad, Adadelta and Ftrl 
 from __future__ import annotations
 
 import dataclasses
+import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
@@ -27,8 +28,7 @@ from tfdist.config import relations
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.reduction import bucket_bytes, gather_deduplicated_rows
 from tfdist.runtime.log import logger
-from tfdist.sharding import pieces as pieces_lib
-from tfdist.sharding.pieces import Pieces
+from tfdist.sharding.split import Split, split_bucket
 
 ELEMENTWISE = model_features.ELEMENTWISE
 # A variable is cut at multiples of a CPU's largest vector: Eigen rounds rsqrt differently in elements that do not fill a vector.
@@ -78,7 +78,7 @@ class ShardedUpdate:
                 1  # one variable in each bucket, so that values are not copied into buckets that nobody receives
             )
         self._buckets = list(_buckets(variables, self._group.processes, most_bytes))
-        held = {number: pieces for bucket in self._buckets for number, pieces in bucket.pieces.items()}
+        held = {number: split for bucket in self._buckets for number, split in bucket.splits.items()}
         for number, variable in enumerate(variables):
             self._pieces.append(Piece(variable, held[number], self._process))
         has_masters = self._wire_dtype != tf.float32
@@ -106,7 +106,7 @@ class ShardedUpdate:
         sparse = [number for number in numbers if isinstance(values[number][0], tf.IndexedSlices)]
         summed: dict[int, tf.Tensor] = {}
         for lane, bucket in enumerate(self._buckets):
-            chosen = [number for number in bucket.pieces if number in values and number not in sparse]
+            chosen = [number for number in bucket.splits if number in values and number not in sparse]
             if chosen:
                 vectors = [
                     bucket.pack({number: values[number][replica] for number in chosen})
@@ -148,7 +148,7 @@ class ShardedUpdate:
             tf.convert_to_tensor(self._optimizer.learning_rate),
         )
         for lane, bucket in enumerate(self._buckets):
-            updated = {number: self._kept(self._pieces[number]) for number in bucket.pieces if number in numbers}
+            updated = {number: self._kept(self._pieces[number]) for number in bucket.splits if number in numbers}
             if updated:
                 self._gather(bucket, updated, lane)
         self._forget()
@@ -166,7 +166,7 @@ class ShardedUpdate:
         """
         averages = piece_optimizer.averages(self._copy)
         for lane, bucket in enumerate(self._buckets):
-            self._gather(bucket, {number: averages[number] for number in bucket.pieces}, lane)
+            self._gather(bucket, {number: averages[number] for number in bucket.splits}, lane)
 
     def _read(self, numbers: Iterable[int]) -> None:
         """Gives pieces the present values of their elements."""
@@ -206,7 +206,7 @@ class ShardedUpdate:
     def _cut(self, number: int, whole: tf.Tensor) -> tf.Tensor:
         """Returns this process's piece of a variable's value or gradient."""
         piece = self._pieces[number]
-        cut = tf.reshape(whole, [-1])[piece.begin : piece.begin + piece.elements]
+        cut = tf.reshape(whole, [-1])[piece.index]
         cut.set_shape([piece.elements])  # rows of an embedding have no static shape
         return cut
 
@@ -219,11 +219,11 @@ class _Bucket:
     """Variables whose pieces travel together.
 
     Attributes:
-        pieces: The pieces of each variable, by the variable's number.
+        splits: The ranges of each variable, by the variable's number.
         processes: The number of processes.
     """
 
-    pieces: Mapping[int, Pieces]
+    splits: Mapping[int, Split]
     processes: int
 
     def pack(self, values: Mapping[int, tf.Tensor]) -> tf.Tensor:
@@ -231,10 +231,7 @@ class _Bucket:
         flat = {number: tf.reshape(value, [-1]) for number, value in values.items()}
         joined: list[tf.Tensor] = []
         for process in range(self.processes):
-            held = {}
-            for number, vector in flat.items():
-                ranges = self.pieces[number].ranges[process]
-                held[number] = vector[ranges.begin : ranges.end]
+            held = {number: vector[self.splits[number].indices[process]] for number, vector in flat.items()}
             joined += self._padded(held, process)
         return tf.concat(joined, 0)  # the only copy: slices share the memory of the values
 
@@ -246,7 +243,7 @@ class _Bucket:
         """Returns the pieces and paddings of a process's part. Each piece begins at a multiple of the alignment."""
         padded: list[tf.Tensor] = []
         for number, piece in pieces.items():
-            length = self.pieces[number].ranges[process].length
+            length = self.splits[number].size(process)
             padded += [piece, tf.zeros([-length % _ALIGNMENT], piece.dtype)]
         end = self._width(list(pieces)) - self._end(list(pieces), process)
         return [*padded, tf.zeros([end], padded[0].dtype)]
@@ -256,7 +253,7 @@ class _Bucket:
         found = {}
         start = 0
         for number in chosen:
-            length = self.pieces[number].ranges[process].length
+            length = self.splits[number].size(process)
             found[number] = part[start : start + length]
             start += _aligned(length)
         return found
@@ -278,7 +275,7 @@ class _Bucket:
 
     def _end(self, chosen: Sequence[int], process: int) -> int:
         """Returns the length of a process's padded pieces."""
-        return sum(_aligned(self.pieces[number].ranges[process].length) for number in chosen)
+        return sum(_aligned(self.splits[number].size(process)) for number in chosen)
 
 
 def _joined(pieces: Sequence[tf.Tensor], vector: tf.Tensor) -> tf.Tensor:
@@ -298,8 +295,8 @@ def _buckets(variables: Variables, processes: int, most_bytes: int) -> Iterator[
     """Yields the buckets of the variables of each dtype, in the order of the backward pass."""
     for dtype in dict.fromkeys(variable.dtype for variable in variables):
         numbers = [number for number, variable in enumerate(variables) if variable.dtype == dtype]
-        elements = [tf.TensorShape(variables[number].shape).num_elements() for number in numbers]
-        sizes = [count * tf.as_dtype(dtype).size for count in elements]
+        shapes = [tuple(variables[number].shape) for number in numbers]
+        sizes = [math.prod(shape) * tf.as_dtype(dtype).size for shape in shapes]
         for indices in assign_buckets(sizes, most_bytes):
-            pieces = pieces_lib.of_bucket([elements[index] for index in indices], processes, _ALIGNMENT)
-            yield _Bucket({numbers[i]: held for i, held in zip(indices, pieces, strict=True)}, processes)
+            splits = split_bucket([shapes[index] for index in indices], processes, _ALIGNMENT)
+            yield _Bucket({numbers[i]: split for i, split in zip(indices, splits, strict=True)}, processes)

@@ -9,13 +9,13 @@ import tensorflow as tf
 
 from tfdist.aliases import Variables
 from tfdist.compat import keras_internals, optimizer_search, piece_optimizer
+from tfdist.compat.split_value import SplitSlot
 from tfdist.feature import Feature
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.optimizer import create_compression_state, update_of
 from tfdist.gradients.sharded_update import ShardedUpdate
 from tfdist.gradients.update import Update
 from tfdist.gradients.way import Batch, Rest, Stage
-from tfdist.sharding.split_slot import SplitSlot
 from tfdist.strategy import Strategy
 
 
@@ -101,8 +101,6 @@ def shard(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strateg
 
     leaf.build = build
     keras_internals.replace_overwrite(leaf, sharded.overwrite)
-    piece_optimizer.save_whole(leaf)
-    piece_optimizer.save_whole(optimizer)
     if leaf.built:
         sharded.split()
 
@@ -114,6 +112,6 @@ def optimizer_bytes(model: keras.Model, process: int) -> int:
         for variable in piece_optimizer.state_variables(optimizer):
             elements = tf.TensorShape(variable.shape).num_elements()
             if isinstance(variable, SplitSlot):
-                elements = variable.pieces.ranges[process].length
+                elements = variable.split.size(process)
             total += elements * tf.as_dtype(variable.dtype).size
     return total

@@ -17,7 +17,8 @@ from tfdist.config import relations
 from tfdist.errors import ConfigError, format_value
 from tfdist.layers import worker_rows
 from tfdist.layers.row_initializer import RowInitializer
-from tfdist.layers.table import MIN_ROWS, Layout, Table, local_copy, make_table
+from tfdist.layers.table import MIN_ROWS, Table, local_copy, make_table
+from tfdist.sharding.split import split_rows
 from tfdist.strategy import as_ours
 
 Ids = Any  # a tensor, a RaggedTensor or a SparseTensor of integers
@@ -143,7 +144,7 @@ class Embedding(keras.layers.Layer):
                     constraint=self.embeddings_constraint,
                 )
                 variables.append(variable)
-        self.table = make_table(variables, Layout(self.input_dim, count, held))
+        self.table = make_table(variables, split_rows((self.input_dim, self.output_dim), count), held)
         self.built = True
 
     def _is_on_workers(self) -> bool:
@@ -236,11 +237,11 @@ class Embedding(keras.layers.Layer):
             with tf.control_dependencies([check]):
                 ids = tf.identity(ids)
         shards = [local_copy(shard) for shard in self.table.shards]
-        count = self.table.layout.count
+        count = len(self.table.split.indices)
         if count == 1:
             return tf.gather(shards[0], ids)
         flat = tf.reshape(ids, [-1])
-        if self.table.layout.is_on_workers:
+        if self.table.is_divided:
             rows = worker_rows.look_up(self.name, shards[0], flat, count)
         else:
             rows = _rows_of_shards(shards, flat)

@@ -5,6 +5,8 @@ from __future__ import annotations
 import dataclasses
 import math
 
+from tfdist.sharding.split import Index, Split
+
 
 @dataclasses.dataclass(frozen=True)
 class Grid:
@@ -55,19 +57,19 @@ class Layout:
 
     Attributes:
         shape: The shape of the whole value.
-        split: An axis or None for each dimension.
+        axes: An axis or None for each dimension.
         grid: The ranks.
     """
 
     shape: tuple[int, ...]
-    split: tuple[str | None, ...]
+    axes: tuple[str | None, ...]
     grid: Grid
 
     def fault(self) -> str:
         """Returns why the value cannot have this layout; empty if it can."""
-        if len(self.split) != len(self.shape):
-            return f"has {len(self.split)} dimensions, and the variable has shape {self.shape}"
-        used = [axis for axis in self.split if axis is not None]
+        if len(self.axes) != len(self.shape):
+            return f"has {len(self.axes)} dimensions, and the variable has shape {self.shape}"
+        used = [axis for axis in self.axes if axis is not None]
         unknown = [axis for axis in used if axis not in self.grid.axes]
         if unknown:
             return f"names {unknown[0]!r}, which is not an axis of the mesh"
@@ -75,7 +77,7 @@ class Layout:
             return "names an axis twice"
         if self.grid.batch in used:
             return f"names {self.grid.batch!r}, the axis of the batch, which is not possible (yet): name another axis of the mesh"
-        for size, axis in zip(self.shape, self.split, strict=True):
+        for size, axis in zip(self.shape, self.axes, strict=True):
             if size % self._parts(axis):
                 return f"splits a dimension of size {size} into {self._parts(axis)} parts along {axis!r}, which do not divide it"
         return ""
@@ -83,21 +85,26 @@ class Layout:
     @property
     def piece_shape(self) -> tuple[int, ...]:
         """The shape of each rank's piece."""
-        return tuple(size // self._parts(axis) for size, axis in zip(self.shape, self.split, strict=True))
+        return tuple(size // self._parts(axis) for size, axis in zip(self.shape, self.axes, strict=True))
 
-    def slices(self, rank: int) -> tuple[slice, ...]:
+    @property
+    def split(self) -> Split:
+        """The elements that each rank stores: of the ranks with the same piece, the first one."""
+        ranks = range(self.grid.ranks)
+        return Split(self.shape, tuple(self.slices(rank) if self._is_first(rank) else None for rank in ranks))
+
+    def slices(self, rank: int) -> Index:
         """Returns the part of the value that a rank holds."""
         coordinates = dict(zip(self.grid.axes, self.grid.coordinates(rank), strict=True))
         parts = []
-        for axis, length in zip(self.split, self.piece_shape, strict=True):
+        for axis, length in zip(self.axes, self.piece_shape, strict=True):
             begin = coordinates[axis] * length if axis else 0
-            parts.append(slice(begin, begin + length))
+            parts.append(slice(begin, begin + length, 1))
         return tuple(parts)
 
-    def is_first(self, rank: int) -> bool:
-        """Returns whether a rank is the first one that holds its part."""
+    def _is_first(self, rank: int) -> bool:
         coordinates = zip(self.grid.axes, self.grid.coordinates(rank), strict=True)
-        return all(axis in self.split or position == 0 for axis, position in coordinates)
+        return all(axis in self.axes or position == 0 for axis, position in coordinates)
 
     def joining(self) -> tuple[list[int], tuple[slice | int, ...], list[int]]:
         """Returns how the pieces of a model group become the whole value: (shape of the mesh, index, order of the axes).
@@ -107,10 +114,10 @@ class Layout:
         """
         others = [axis for axis in self.grid.axes if axis != self.grid.batch]
         sizes = [self._parts(axis) for axis in others]
-        index = tuple(slice(None) if axis in self.split else 0 for axis in others)
-        used = [axis for axis in others if axis in self.split]
+        index = tuple(slice(None) if axis in self.axes else 0 for axis in others)
+        used = [axis for axis in others if axis in self.axes]
         order = []
-        for dimension, axis in enumerate(self.split):
+        for dimension, axis in enumerate(self.axes):
             if axis is not None:
                 order.append(used.index(axis))
             order.append(len(used) + dimension)

@@ -30,6 +30,7 @@ from tfdist.replicas import step_context
 from tfdist.runtime.log import logger
 from tfdist.runtime.report import progress
 from tfdist.sharding.layouts import Grid, Layout
+from tfdist.sharding.split import Split
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 # What the strategy of a data group takes over from the strategy of all workers.
@@ -161,7 +162,7 @@ class Mesh:
         layout = Layout(tuple(variable.shape), tuple(found.axes), self.grid)
         fault = layout.fault()
         if fault:
-            raise ConfigError(f"The layout {layout.split} of the variable {variable.path} {fault}. Change the layout.")
+            raise ConfigError(f"The layout {layout.axes} of the variable {variable.path} {fault}. Change the layout.")
         holder = _Holder(layout, self)
         laid_out.lay_out(variable, holder)
         return holder
@@ -238,16 +239,19 @@ class _Holder:
         return self.mesh.group.size // pieces
 
     @property
-    def stored_at(self) -> tuple[int, ...] | None:
-        """The begin of the piece in the whole value, on the first worker that holds it; None on the others."""
-        if not self.layout.is_first(self.mesh.rank):
-            return None
-        return tuple(part.start for part in self.layout.slices(self.mesh.rank))
+    def split(self) -> Split:
+        """The elements that each worker stores."""
+        return self.layout.split
+
+    @property
+    def rank(self) -> int:
+        """This worker's rank."""
+        return self.mesh.rank
 
     @property
     def axis(self) -> int | None:
         """The dimension that is split in one part for each worker of a model group, if no other one is split; else None."""
-        split = [axis for axis, name in enumerate(self.layout.split) if name is not None]
+        split = [axis for axis, name in enumerate(self.layout.axes) if name is not None]
         return split[0] if len(split) == 1 and self.copies == 1 else None
 
     def cut(self, whole: tf.Tensor) -> tf.Tensor:

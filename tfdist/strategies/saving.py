@@ -28,7 +28,7 @@ import tensorflow as tf
 from tfdist.aliases import Function
 from tfdist.cluster import ClusterSpec, TaskSpec, reachability
 from tfdist.compat import keras_internals, laid_out, tf_cluster, tf_internals
-from tfdist.errors import ConfigError
+from tfdist.compat.split_value import must_save_together
 from tfdist.runtime.files import WriteError, write_error_reason
 from tfdist.runtime.folders import storage, temporary
 from tfdist.runtime.report.phase import phase
@@ -80,9 +80,8 @@ def keras_writer(keras_own: Method) -> Method:
         if strategy.trainer and strategy.trainer.write_together(saveable, path, write_files):
             return None
         if any(map(laid_out.is_laid_out, saveable.variables)):
-            raise ConfigError(
-                "Each worker holds pieces of the model's variables (keras.distribution.ModelParallel), so a worker cannot write it by itself: "
-                "call trainer.save, model.save or model.save_weights on all workers, and give a callback that does to all of them."
+            raise must_save_together(
+                "Each worker holds pieces of the model's variables (keras.distribution.ModelParallel)"
             )
         if path.endswith(_FILES) and not has_shards:  # one file, which every rank may replace
             write_files()

@@ -14,12 +14,12 @@ from tfdist.backup.contents import SavePoint
 from tfdist.backup.files import ReadError
 from tfdist.backup.state import named_variables, replica_key, replicas_of
 from tfdist.backup.storage import Storage
-from tfdist.compat import laid_out, optimizer_search
+from tfdist.compat import optimizer_search
+from tfdist.compat.split_value import is_split
 from tfdist.config import TrainConfig
 from tfdist.config.train import fixed
 from tfdist.errors import BackupError, ConfigError, format_value
 from tfdist.gradients.configured_optimizer import build_optimizer
-from tfdist.layers.table import Table
 from tfdist.runtime.log import logger
 from tfdist.training import configured, task_checks
 from tfdist.training.trainer import Trainer
@@ -118,7 +118,7 @@ def load_weights(model: keras.Model, weights: Mapping[_Key, np.ndarray], source:
     excluded = [*model.metrics_variables, *(variable for optimizer in optimizers for variable in optimizer.variables)]
     skipped = {id(held) for variable in excluded for held in (variable, variable.value)}
     for key, variable in _keyed(named_variables(model)):
-        if id(variable) in skipped or (isinstance(variable, Table) and id(variable.shards[0].value) in skipped):
+        if skipped.intersection(map(id, variable.variables() if is_split(variable) else [variable])):
             continue
         value = weights.get(key)
         shape = "is missing" if value is None else f"{value.shape}"
@@ -127,7 +127,7 @@ def load_weights(model: keras.Model, weights: Mapping[_Key, np.ndarray], source:
                 f"The weights of {source} do not fit this model: {key[0]} has shape {tuple(variable.shape)} in the model, and "
                 f"{shape} in the backup. Build the model of the training."
             )
-        if isinstance(variable, Table) or laid_out.is_laid_out(variable):
+        if is_split(variable):
             variable.assign(value)
             continue
         for component in model.distribute_strategy.experimental_local_results(variable):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -12,16 +13,17 @@ import numpy as np
 
 from tfdist.collectives.ranks import Ranks
 from tfdist.compat import laid_out, optimizer_search, piece_optimizer
+from tfdist.compat.split_value import SplitValue, is_split, reading
 from tfdist.errors import ClusterError, ConfigError, describe_error, format_value
-from tfdist.layers.table import Table, is_own, with_tables
+from tfdist.layers.table import is_own, with_tables
 from tfdist.runtime.folders import storage
 from tfdist.runtime.report.phase import phase
-from tfdist.sharding.split_slot import SplitSlot
+from tfdist.sharding.split import view
 from tfdist.strategies import model_methods, saving
 from tfdist.training import checks
 from tfdist.training.loop_context import LoopContext
 
-_NO_SLOT = -1  # the chief has written the model
+_END = -1  # the chief has written the model
 
 
 def save(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -63,16 +65,11 @@ def may_be_in_parts(context: LoopContext, model: keras.Model) -> bool:
     return context.ranks.size > 1 and splits
 
 
-def _in_parts(saveable: keras.Model | keras.layers.Layer) -> list[Any]:
-    """Returns the variables, slots and tables of a model or layer of which each worker may hold a part."""
+def _in_parts(saveable: keras.Model | keras.layers.Layer) -> list[SplitValue]:
+    """Returns the variables, slots and tables of a model or layer of which each worker holds a part."""
     optimizers = optimizer_search.optimizers(saveable) if isinstance(saveable, keras.Model) else []
     variables = [*saveable.variables, *(v for o in optimizers for v in piece_optimizer.all_variables(o))]
-    split: list[Any] = []
-    for variable in with_tables(variables, optimizers):
-        is_split = isinstance(variable, SplitSlot) or laid_out.is_laid_out(variable)
-        if is_split or (isinstance(variable, Table) and variable.layout.is_on_workers):
-            split.append(variable)
-    return split
+    return [value for value in with_tables(variables, optimizers) if is_split(value) and value.is_divided]
 
 
 def export(context: LoopContext, model: keras.Model, path: str | os.PathLike[str], **kwargs: Any) -> None:
@@ -107,7 +104,7 @@ def _as_text(path: Any) -> str:
     return path
 
 
-def _by_chief(context: LoopContext, path: str, write: Callable[[], None], split: Sequence[Any] = ()) -> None:
+def _by_chief(context: LoopContext, path: str, write: Callable[[], None], split: Sequence[SplitValue] = ()) -> None:
     # A custom loop may have changed the statistics since the last synchronization.
     context.strategy.statistics.desynchronize()
     context.strategy.statistics.synchronize()
@@ -131,95 +128,52 @@ def _by_chief(context: LoopContext, path: str, write: Callable[[], None], split:
 
 
 @contextlib.contextmanager
-def _whole_on_chief(split: Sequence[Any], ranks: Ranks) -> Iterator[None]:
-    """Lets the chief read whole values of `split` within the context; the other ranks send their parts before it. A collective.
-
-    `split` are slots and tables, and variables and slots that live as pieces. The chief holds one of them at a time.
-    """
+def _whole_on_chief(split: Sequence[SplitValue], ranks: Ranks) -> Iterator[None]:
+    """Lets the chief read values of which each worker holds a part within the context; the other ranks send their elements before it. A collective."""
     if not split:
         yield
         return
     if not ranks.is_chief:
-        # The chief says what it reads, as Keras may read a slot twice, in another order, or not at all.
-        number, begin = _broadcast(ranks)
-        while number != _NO_SLOT:
-            value = split[number]
-            if isinstance(value, Table):
-                _read_rows(value, value.chunk_from(begin), ranks)
-            else:
-                _read_whole(value, ranks)
-            number, begin = _broadcast(ranks)
+        # The chief says what it reads, as Keras may read a value twice, in another order, or not at all.
+        number, begin, end = _broadcast(ranks)
+        while number != _END:
+            _read_chunk(split[number], range(begin, end), ranks)
+            number, begin, end = _broadcast(ranks)
         yield
         return
 
-    numbers = {_key(value): number for number, value in enumerate(split)}
+    def read(number: int, chunk: np.ndarray, begin: int) -> None:
+        rows = range(begin, begin + len(chunk))
+        _broadcast(ranks, number, rows.start, rows.stop)
+        _read_chunk(split[number], rows, ranks, chunk)
 
-    def read(value: Any) -> np.ndarray:
-        _broadcast(ranks, numbers[_key(value)])
-        return _read_whole(value, ranks)
-
-    def read_rows(table: Table, rows: range) -> np.ndarray:
-        _broadcast(ranks, numbers[_key(table)], rows.start)
-        return _read_rows(table, rows, ranks)
-
-    for value in split:
-        if isinstance(value, Table):
-            value.layout.read = read_rows
-        else:
-            value.read = read
     try:
-        yield
+        with reading({value.key: functools.partial(read, number) for number, value in enumerate(split)}):
+            yield
     finally:
-        for value in split:
-            if isinstance(value, Table):
-                value.layout.read = None
-            else:
-                value.read = None
         _broadcast(ranks)
 
 
-def _broadcast(ranks: Ranks, number: int = _NO_SLOT, begin: int = 0) -> tuple[int, int]:
-    """Returns the chief's number of a slot or table, and the first row of a chunk of it."""
-    number, begin = map(int, ranks.gather(number, begin)[0])
-    return number, begin
+def _broadcast(ranks: Ranks, number: int = _END, begin: int = 0, end: int = 0) -> tuple[int, int, int]:
+    """Returns the chief's number of a value, and its rows that the chief reads."""
+    number, begin, end = map(int, ranks.gather(number, begin, end)[0])
+    return number, begin, end
 
 
-def _key(value: Any) -> int:
-    """Returns a key of a slot or table: Keras' writer makes another object for a table's slot."""
-    if isinstance(value, Table):
-        return id(value.shards[0])
-    return id(value)
-
-
-def _read_rows(table: Table, rows: range, ranks: Ranks) -> np.ndarray:
-    """Returns a chunk of a table on the chief, whose other workers send their rows. A collective."""
-    chunk = np.empty((len(rows), *table.shape[1:]), table.dtype.as_numpy_dtype)
-    ((part, own),) = table.own_rows(rows)
-    chunk[part] = own
-    for rank in range(1, ranks.size):
-        content = [own.reshape(-1).view(np.uint8)] if rank == ranks.rank else ()
-        received = ranks.send(rank, content, target=0)
-        if received is not None:
-            place = slice(rank, None, ranks.size)
-            chunk[place] = received.view(own.dtype).reshape(chunk[place].shape)
-    return chunk
-
-
-def _read_whole(slot: Any, ranks: Ranks) -> np.ndarray:
-    """Returns a whole slot, or variable that lives as pieces, on the chief, and anything on the others. A collective."""
-    if laid_out.is_laid_out(slot):
-        return laid_out.joined(slot)
-    own = slot.piece.numpy()
-    pieces = [own]
-    for rank, held in enumerate(slot.pieces.ranges[1:], 1):
-        if held.length:
-            content = [own.view(np.uint8)] if rank == ranks.rank else ()
-            received = ranks.send(rank, content, target=0)
-            if received is not None:
-                pieces.append(received.view(own.dtype))
-    if not ranks.is_chief:
-        return own
-    return np.concatenate(pieces).reshape(slot.shape)
+def _read_chunk(value: SplitValue, rows: range, ranks: Ranks, chunk: np.ndarray | None = None) -> None:
+    """Reads rows of a value into `chunk` on the chief; the other ranks, with None, send their elements. A collective."""
+    own = [elements for _, elements in value.own(rows)]
+    for rank in range(ranks.size):
+        overlap = value.split.overlap(rank, rows)
+        if overlap is None:
+            continue
+        elements = own[0] if rank == ranks.rank else None
+        if rank:
+            content = () if elements is None else [elements.reshape(-1).view(np.uint8)]
+            elements = ranks.send(rank, content, target=0)
+        if chunk is not None and elements is not None:
+            place = view(chunk, overlap[0])
+            place[...] = elements.view(chunk.dtype).reshape(place.shape)
 
 
 def _save(model: keras.Model, path: str, overwrite: bool = True, **kwargs: Any) -> None:

@@ -82,7 +82,7 @@ def options_with_rows_on_workers(world, options, **how):
     with world.scope():
         optimizer = keras.optimizers.SGD(RATE, **options)
     model = train(world, layer, optimizer)
-    ((part, rows),) = model.layers[0].table.own_rows(range(ROWS))
+    ((part, rows),) = model.layers[0].table.own(range(ROWS))
     return {"rows": (rows, right(**how)[part])}
 
 
