@@ -438,7 +438,10 @@ def attach(model: keras.Model, engine: Engine) -> None:
         model.train_function = model.test_function = model.predict_function = None
     keras_internals.replace_make_function(model, functools.partial(Execution, model, engine))
     keras_internals.replace_make_prediction(model, functools.partial(Prediction, model))
-    features = model.distribute_strategy.features
+    strategy = model.distribute_strategy
+    if not strategy.features:  # a strategy that `create_strategy` has not made
+        strategy.configure(strategy.config)
+    features = strategy.features
     for feature in features:
         feature.attach_model(model, engine)
     for optimizer in optimizer_search.optimizers(model):
