@@ -189,9 +189,8 @@ class _ReduceThenApply:
         """Returns the way of gradients to Keras' `apply`; the optimizer's `Update` is the rest of it."""
         update = self._update
         decides = bool(update.scaled or update.finite)
-        stages: list[Stage] = [
-            Each(lambda grads, _: gradient_lists.deduplicate_rows(grads))
-        ]  # so that fewer rows are sent
+        # Rows of one id are added first, so that fewer rows are sent.
+        stages: list[Stage] = [Each(lambda grads, _: gradient_lists.deduplicate_rows(grads))]
         if worker_tables.own_indices(grads, variables):
             worker_tables.check(update.leaf, update.clip is not None)
             if decides or update.reduction:
