@@ -22,6 +22,7 @@ OTHERS = {
     "runtime.report.work": 3,
     # of the user: programs, data, and what callbacks write
     "data.array_files": 2,
+    "data.arrow_rows": 1,
     "data.record_files": 2,
     "launch.warm": 1,
     "strategies.startup": 1,

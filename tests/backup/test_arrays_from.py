@@ -8,6 +8,8 @@ import signal
 import subprocess
 import sys
 
+import datasets
+import h5py
 import keras
 import numpy as np
 import pytest
@@ -25,7 +27,7 @@ STEPS = ROWS // BATCH
 
 @pytest.fixture(scope="module")
 def files(tmp_path_factory):
-    """Returns the folder of the same examples in both formats."""
+    """Returns the folder of the same examples in all formats."""
     folder = tmp_path_factory.mktemp("files")
     x = np.random.default_rng(0).standard_normal((ROWS, 3), np.float32)
     y = x.sum(1, keepdims=True)
@@ -33,7 +35,37 @@ def files(tmp_path_factory):
     with tf.io.TFRecordWriter(str(folder / "0.tfrecord")) as writer:
         for row in np.hstack([x, y]):
             writer.write(row.tobytes())
+    with h5py.File(folder / "0.h5", "w") as file:
+        file.update(x=x, y=y)
+    features = datasets.Features(
+        {"x": datasets.List(datasets.Value("float32")), "y": datasets.Array2D((1, 1), "float32")}
+    )
+    columns = {"x": list(x), "y": list(y[:, None])}
+    datasets.Dataset.from_dict(columns, features).save_to_disk(folder / "arrow", num_shards=2)
     return folder
+
+
+class Rows:
+    """A source of the user."""
+
+    def __init__(self, files):
+        self.arrays = np.load(files / "0.npz")
+
+    def __len__(self):
+        return ROWS
+
+    def __getitem__(self, indices):
+        return {name: values[indices] for name, values in self.arrays.items()}
+
+
+def of_dataset(files):
+    dataset = datasets.load_from_disk(files / "arrow").shuffle(seed=3)
+    return tfdist.data.rows_from(dataset, BATCH, seed=5, columns=("x", "y"), map=lambda x, y: (x, y[:, 0]))
+
+
+def of_hdf5(files):
+    file = h5py.File(files / "0.h5")
+    return tfdist.data.rows_from((file["x"], file["y"]), BATCH, seed=5)
 
 
 def double(x, y):
@@ -48,6 +80,9 @@ def parse(record):
 SOURCES = {
     "arrays": lambda files, cache: tfdist.data.arrays_from(files / "*.npz", BATCH, seed=5, map=double),
     "records": lambda files, cache: tfdist.data.records_from(files / "*.tfrecord", parse, BATCH, seed=5),
+    "rows": lambda files, cache: tfdist.data.rows_from(Rows(files), BATCH, seed=5, columns=("x", "y")),
+    "datasets": lambda files, cache: of_dataset(files),
+    "HDF5": lambda files, cache: of_hdf5(files),
     "cached": lambda files, cache: tfdist.data.arrays_from(files / "*.npz", BATCH, seed=5, map=double, cache=cache),
 }
 

@@ -21,7 +21,7 @@ from tfdist.strategy import Strategy
 
 _NOT_WHOLE = (
     "batch_shares='by_speed' divides batches that all workers pass whole. Received: separate data of each worker, or batches without rows. "
-    "Pass arrays, a tf.data.Dataset, arrays_from or records_from, or leave batch_shares out."
+    "Pass arrays, a tf.data.Dataset, arrays_from, rows_from or records_from, or leave batch_shares out."
 )
 
 ENDED_EARLY = "The data of this worker have ended before those of another one."

@@ -23,6 +23,13 @@ CONTENDERS = {
         "tf.data, cache(file)": "",
         "cache=folder": "tf.data, cache(file)",
     },
+    "rows": {
+        "arrays_from": "",
+        **{
+            f"rows_from, {source}": "arrays_from"
+            for source in ("memory maps", "object", "datasets", "datasets.shuffle()", "HDF5", "HDF5 in chunks", "grain")
+        },
+    },
     "PyDataset": {
         "tf.data, from_generator": "",
         "PyDataset": "tf.data, from_generator",

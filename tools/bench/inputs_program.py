@@ -106,6 +106,70 @@ def from_generator(context):
     return made.apply(tf.data.experimental.assert_cardinality(len(own))).prefetch(AUTOTUNE)
 
 
+class Maps:
+    """An object of the user, which reads memory maps."""
+
+    def __init__(self):
+        self.x, self.y = maps()
+
+    def __len__(self):
+        return SIZE
+
+    def __getitem__(self, indices):
+        return self.x[indices], self.y[indices]
+
+
+def maps():
+    return tuple(np.load(files / f"{name}.npy", mmap_mode="r") for name in "xy")
+
+
+def arrow():
+    """A dataset of two Arrow files."""
+    import datasets
+    import pyarrow as pa
+
+    x, y = maps()
+    column = pa.array(x.ravel())
+    for size in SHAPE[::-1]:
+        column = pa.FixedSizeListArray.from_arrays(column, size)
+    path = files / "arrow"
+    if not path.exists():
+        datasets.Dataset(pa.table({"x": column, "y": y})).save_to_disk(path, num_shards=2)
+    return datasets.load_from_disk(path)
+
+
+def hdf5(rows=None):
+    """Data sets of one file; with `rows`, in chunks of so many rows."""
+    import h5py
+
+    path = files / f"{rows}.h5"
+    with h5py.File(path, "w") as file:
+        for name, values in zip("xy", maps(), strict=True):
+            file.create_dataset(name, data=values, chunks=rows and (rows, *values.shape[1:]))
+    file = h5py.File(path, "r")
+    return file["x"], file["y"]
+
+
+def grain_source():
+    import grain
+
+    class Source(grain.sources.RandomAccessDataSource):
+        def __init__(self):
+            self.x, self.y = maps()
+
+        def __len__(self):
+            return SIZE
+
+        def __getitem__(self, index):
+            return self.x[index], self.y[index]
+
+    return Source()
+
+
+def rows(source):
+    return data_lib.rows_from(source, BATCH)
+
+
 def kept(where):
     return lambda: data_lib.arrays_from(files, BATCH, map=costly, cache=where)
 
@@ -119,6 +183,13 @@ MAKE = {
     "cache='memory'": kept("memory"),
     "tf.data, cache(file)": lambda: cached(str(files / "cache")),
     "cache=folder": kept(str(files / "kept")),
+    "rows_from, memory maps": lambda: rows(maps()),
+    "rows_from, object": lambda: rows(Maps()),
+    "rows_from, datasets": lambda: data_lib.rows_from(arrow(), BATCH, columns=("x", "y")),
+    "rows_from, datasets.shuffle()": lambda: data_lib.rows_from(arrow().shuffle(seed=1), BATCH, columns=("x", "y")),
+    "rows_from, HDF5": lambda: rows(hdf5()),
+    "rows_from, HDF5 in chunks": lambda: rows(hdf5(8)),
+    "rows_from, grain": lambda: rows(grain_source()),
     "tf.data, from_generator": lambda: from_generator,
     "PyDataset": Items,
     "shard='items'": lambda: data_lib.from_pydataset(Items(), "items"),

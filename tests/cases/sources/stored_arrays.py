@@ -1,4 +1,4 @@
-"""Arrays and records in files train as a plain loop in NumPy does, with each example once."""
+"""Arrays, records and other rows train as a plain loop in NumPy does, with each example once."""
 
 import keras
 import numpy as np
@@ -50,6 +50,24 @@ def open_arrays(folder, seed=4):
 
 def open_records(folder, seed=4):
     return tfdist.data.records_from(folder / "records", parse, BATCH, seed, window=5, on_corrupt="skip")
+
+
+class Rows:
+    """A source of the user, which reads the files of arrays."""
+
+    def __init__(self, folder):
+        shards = [np.load(folder / f"{shard}.npz") for shard in range(2)]
+        self.x, self.y = (np.concatenate([shard[name] for shard in shards]) for name in "xy")
+
+    def __len__(self):
+        return len(self.x)
+
+    def __getitem__(self, indices):
+        return self.x[indices], self.y[indices]
+
+
+def open_rows(folder, seed=4):
+    return tfdist.data.rows_from(Rows(folder), BATCH, seed, window=5)
 
 
 def linear(world):
@@ -122,6 +140,11 @@ def records(world):
     return trained(world, open_records, SIZES[1:])
 
 
+@case(*ARMS, full=(ONE_DEVICE, MIRRORED, TWO_EACH, THREE_WORKERS))
+def rows(world):
+    return trained(world, open_rows, SIZES)
+
+
 @case(*ARMS, full=True)
 def arrays_of_further_sizes(world):
     return trained(world, open_arrays, FURTHER_SIZES)
@@ -142,6 +165,11 @@ def arrays_of_unlike_seeds(world):
 def records_of_unlike_seeds(world):
     (folder,) = folders(world, 9)
     linear(world).fit(open_records(folder, seed=world.rank), verbose=0)
+
+
+@case(WORKERS, error=r"(?s)ConfigError: rows_from in x must be the same on all tasks.*digest")
+def rows_that_differ(world):
+    linear(world).fit(tfdist.data.rows_from((X + world.rank, Y), BATCH), verbose=0)
 
 
 @case(
