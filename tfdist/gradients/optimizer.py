@@ -203,6 +203,7 @@ class _ReduceThenApply:
             clip = update.clip
             stages.append(Each(lambda grads, _: clip.clipped(grads, self._scale())))
         if context and not (update.accumulates or are_sums):
+            stages.append(Each(gradient_lists.with_static_shapes))  # by which buckets are filled
             # Residuals of a compressor are kept unscaled.
             stages += update.sum_stages(lambda: self._optimizer.dynamic_scale if update.scaled else None, decides)
         if context and update.finite:
