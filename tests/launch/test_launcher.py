@@ -16,9 +16,9 @@ import pytest
 
 from tests.helpers.launched_job import until
 from tfdist.cluster import TaskSpec, local_cluster
+from tfdist.launch.failure import Failure
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.options import Options
-from tfdist.launch.process import Failure
 
 # A busy machine may keep a task waiting for longer than the 2 s that it has after Ctrl-C.
 PATIENT = "from tfdist.launch import launcher; launcher.AFTER_INTERRUPT = 20.0"
@@ -51,16 +51,16 @@ else:
 @pytest.mark.parametrize(
     ("end", "exit_code", "reason"),
     [
-        ("sys.exit(7)", 7, "worker:1 failed with exit code 7"),
+        ("sys.exit(7)", 7, "worker:1 failed with exit code 7, last line: last words"),
         (
             "print('train.py: error: no such file')\nsys.exit(7)",
             7,
-            "worker:1 failed with exit code 7: train.py: error: no such file",
+            "worker:1 failed with exit code 7, last line: train.py: error: no such file",
         ),
         (
             "from tfdist.errors import ConfigError\nraise ConfigError('no bucket')",
             2,
-            "worker:1 failed with exit code 1: tfdist.errors.ConfigError: no bucket",
+            "worker:1 failed with exit code 1: ConfigError: no bucket",
         ),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "worker:1 was killed by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGUSR1)", 138, "worker:1 was killed by SIGUSR1"),
@@ -225,7 +225,7 @@ def test_in_python_the_failure_is_kept_and_the_signal_handlers_are_put_back(tmp_
     output = io.BytesIO()
     launcher = Launcher(Options(["sh", "-c", "echo oh no; exit 3"], local_cluster(1), tmp_path / "logs"), output=output)
     assert launcher.run() == 3
-    assert launcher.failure == Failure(TaskSpec("worker", 0), 3, "")
+    assert launcher.failure == Failure(TaskSpec("worker", 0), 3, last_line="oh no")
     assert b"[worker:0] oh no\n" in output.getvalue()
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
