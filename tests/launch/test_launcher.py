@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -14,7 +15,7 @@ import time
 import psutil
 import pytest
 
-from tests.helpers.launched_job import until
+from tests.helpers.launched_job import imported, until
 from tfdist.cluster import TaskSpec, local_cluster
 from tfdist.launch.failure import Failure
 from tfdist.launch.launcher import Launcher
@@ -291,3 +292,22 @@ def test_a_standard_output_of_text_alone_shows_the_lines(tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         assert Launcher(Options(["sh", "-c", "echo ä; echo b"], local_cluster(1), tmp_path / "logs")).run() == 0
     assert "ä\n" in shown.getvalue() and "b\n" in shown.getvalue()
+
+
+def test_a_crash_of_a_library_is_named_with_the_line_of_the_script(job):
+    code = f"""
+{imported("tfdist.runtime.report.stacks")}
+stacks.listen("worker-0")
+def crash():
+    os.abort()
+crash()
+"""
+    assert job.run(code) == 134
+    assert re.search(r"tfdist: worker:0 was killed by SIGABRT at script\.py:\d+ in crash; ending all", job.output())
+
+
+def test_a_task_that_the_system_kills_for_its_memory_is_named_so(job):
+    """The count is in place of the kernel's: a group of processes with a limit of its own needs root."""
+    kills = "from tfdist.launch import start; counts = iter([0, 1]); start.out_of_memory_kills = lambda: next(counts)"
+    assert job.start("os.kill(os.getpid(), signal.SIGKILL)", before=kills).wait(60) == 137
+    assert "worker:0 was killed by SIGKILL, because memory was exhausted; ending all tasks" in job.output()

@@ -8,9 +8,12 @@ import signal
 
 from tfdist.cluster import TaskSpec
 from tfdist.runtime.end import process_end
+from tfdist.runtime.files import read_file
 from tfdist.runtime.report import progress, stacks
 from tfdist.runtime.report.ending import Kind
 
+# The files in which the kernel counts, of the second and the first version of cgroups, by the controllers of a group.
+_KILL_COUNTERS = {"": "/sys/fs/cgroup{}/memory.events", "memory": "/sys/fs/cgroup/memory{}/memory.oom_control"}
 _BY_EXIT_CODE = {process_end.FAULTY_CONFIG: Kind.CONFIG, process_end.PREEMPTED: Kind.PREEMPTED}
 
 
@@ -51,12 +54,15 @@ class Failure:
             return str(self.loss)
         if self.is_killed:
             cause = ", because memory was exhausted" if self.kind is Kind.MEMORY else ""
-            return f"killed by {signal_name(-self.exit_code)}{cause}" + (self.error and f" at {self.error}")
+            place = f" at {self.error}" if self.error else ""
+            return f"killed by {signal_name(-self.exit_code)}{cause}" + place
         if not self.exit_code:
-            return "exit code 0 before the training has finished" + (self.error and f" ({self.error})")
-        if self.error:
-            return f"exit code {self.exit_code}: {self.error}"
-        return f"exit code {self.exit_code}" + (self.last_line and f", last line: {self.last_line}")
+            reached = f" ({self.error})" if self.error else ""
+            return "exit code 0 before the training has finished" + reached
+        error = f": {self.error}" if self.error else ""
+        if self.last_line and not self.error and self.kind is not Kind.PREEMPTED:
+            error = f", last line: {self.last_line}"
+        return f"exit code {self.exit_code}" + error
 
     @property
     def status(self) -> int:
@@ -102,35 +108,32 @@ def read_failure(
         log: Its log, beside which a fatal signal leaves its stacks.
         is_out_of_memory: Whether the system has killed a process, because memory was exhausted.
     """
+    record = progress.read(folder, task.name)
+    kind, error = _BY_EXIT_CODE.get(exit_code, Kind.ERROR), ""
     if exit_code < 0:
         is_oom = is_out_of_memory and exit_code == -signal.SIGKILL
-        place = stacks.fatal_place(log.with_suffix(stacks.SUFFIX))
-        return Failure(task, exit_code, Kind.MEMORY if is_oom else Kind.KILLED, place)
-    record = progress.read(folder, task.name)
-    if not exit_code:
-        return Failure(task, 0, error=f"step {record.done}, epoch {record.epoch}" if record.trains else "")
-    # Another process of the task may have written it, such as the script of a shell.
-    if record.exit_code != exit_code:
-        kind = _BY_EXIT_CODE.get(exit_code, Kind.ERROR)
-        return Failure(task, exit_code, kind, last_line="" if kind is Kind.PREEMPTED else last_line, loss=record.lost)
-    return Failure(task, exit_code, Kind(record.kind), record.error, last_line, record.lost)
+        kind, error = Kind.MEMORY if is_oom else Kind.KILLED, stacks.fatal_place(log.with_suffix(stacks.SUFFIX))
+    elif not exit_code:
+        error = f"step {record.done}, epoch {record.epoch}" if record.trains else ""
+    elif (
+        record.exit_code == exit_code
+    ):  # else another process of the task has written it, such as the script of a shell
+        kind, error = Kind(record.kind), record.error
+    # A task that was killed, or has succeeded, did not end because of its report.
+    return Failure(task, exit_code, kind, error, last_line, record.lost if exit_code > 0 else None)
 
 
 def out_of_memory_kills() -> int:
     """Returns how many processes of this process's cgroup the kernel has killed, because memory was exhausted; 0 where it is unknown."""
+    kills = 0
     try:
-        lines = pathlib.Path("/proc/self/cgroup").read_text().splitlines()
-    except OSError:
-        return 0
-    root, kills = pathlib.Path("/sys/fs/cgroup"), 0
-    for line in lines:
-        _, controllers, path = line.split(":", 2)
-        counters = {"": root / path[1:] / "memory.events", "memory": root / "memory" / path[1:] / "memory.oom_control"}
-        try:
-            text = counters[controllers].read_text()
-        except (KeyError, OSError):  # another controller, or a system that does not show it
-            continue
-        kills += sum(int(field.split()[1]) for field in text.splitlines() if field.startswith("oom_kill "))
+        for line in read_file("/proc/self/cgroup").decode().splitlines():
+            _, controllers, path = line.split(":", 2)
+            if controllers in _KILL_COUNTERS:
+                counters = read_file(_KILL_COUNTERS[controllers].format(path)).split()
+                kills += int(counters[counters.index(b"oom_kill") + 1])
+    except (OSError, ValueError):  # another system, or a container that does not show it
+        pass
     return kills
 
 

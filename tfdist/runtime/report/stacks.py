@@ -22,7 +22,7 @@ from typing import BinaryIO, NamedTuple
 import psutil
 
 from tfdist.runtime.end import hooks, process_end
-from tfdist.runtime.files import open_own, open_regular
+from tfdist.runtime.files import open_own, open_regular, read_file
 
 FOLDER = "TFDIST_LOGS"  # the environment variable with the folder of the tasks' logs
 SUFFIX = ".stacks"
@@ -106,13 +106,9 @@ def dump(reason: str) -> None:
             file.seek(0)
             content = file.read()
         (sys.stderr or sys.__stdout__).flush()  # type: ignore[union-attr]
-        log = pathlib.Path(os.environ.get(FOLDER, os.devnull), f"{_task}.log")
+        log = os.path.join(os.environ.get(FOLDER, ""), f"{_task}.log")
         # On a Ray node there is no log: the launcher's machine has it.
-        if log.is_file():
-            with log.open("ab", buffering=0) as file:
-                file.write(content)
-        else:
-            os.write(2, content)
+        os.write(open_own(log, os.O_WRONLY | os.O_APPEND) if os.path.isfile(log) else 2, content)
     except (OSError, ValueError, RuntimeError):  # the caller reports an error that matters more
         pass
 
@@ -120,7 +116,7 @@ def dump(reason: str) -> None:
 def fatal_place(path: pathlib.Path) -> str:
     """Returns the line of the user's program at which a fatal signal has ended a task; empty if it has left no stacks in its file."""
     try:
-        _, is_fatal, text = path.read_text(errors="replace").rpartition(_FATAL)
+        _, is_fatal, text = read_file(path).decode(errors="replace").rpartition(_FATAL)
     except OSError:
         return ""
     *others, main = parse(text) or [[]]
