@@ -35,7 +35,9 @@ Gradient: TypeAlias = "tf.Tensor | tf.IndexedSlices"  # on several replicas, a v
 Variables: TypeAlias = "Sequence[keras.Variable]"
 
 # Files and states
-RandomGenerator: TypeAlias = "np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random"
+RandomGenerator: TypeAlias = (
+    "np.random.Generator | np.random.BitGenerator | np.random.RandomState | random.Random | keras.random.SeedGenerator"
+)
 Json: TypeAlias = Any  # plain values: dicts, lists, strings, numbers, booleans, None
 
 # TensorFlow

@@ -41,7 +41,6 @@ OTHERS = {
     # folders, and files that it creates and whose owner it checks
     "cluster.resolvers.shared_folder": 1,
     "collectives.shared_memory_rendezvous": 2,
-    "data.conversion": 4,
     "runtime.folders.temporary": 2,
 }
 

@@ -112,6 +112,16 @@ class NoisyLater(Noisy):
         return (Noisy if index else Batches).__getitem__(self, index)
 
 
+class NoisyByKeras(Batches):
+    def __init__(self):
+        super().__init__()
+        self.seeds = keras.random.SeedGenerator(4)
+
+    def __getitem__(self, index):
+        x, y = super().__getitem__(index)
+        return x + keras.ops.convert_to_numpy(keras.random.normal(x.shape, seed=self.seeds)), y
+
+
 class NoisyShuffled(Shuffled, Noisy):
     """Draws for its order from the generator of its noise."""
 
@@ -204,6 +214,7 @@ EXACT = {
     "py_dataset_shuffled_by_its_own": {"data": lambda: Shuffled(own()), "shuffle": False},
     "py_dataset_noisy": {"data": Noisy},
     "py_dataset_noisy_by_its_own": {"data": lambda: Noisy(own())},
+    "py_dataset_noisy_by_keras": {"data": NoisyByKeras},
     "py_dataset_noisy_later": {"data": lambda: NoisyLater(own())},
     "py_dataset_noisy_shuffled": {"data": NoisyShuffled},
     "py_dataset_noisy_shuffled_by_its_own": {"data": lambda: NoisyShuffled(own())},

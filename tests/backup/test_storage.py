@@ -226,7 +226,7 @@ def test_another_number_of_replicas_reads_all_of_them(tmp_path):
 def test_another_format_is_rejected_by_its_number(tmp_path, monkeypatch):
     monkeypatch.setitem(globals(), "FORMAT", 1)
     write(tmp_path, 7)
-    with pytest.raises(ConfigError, match=r"it has format 1, and this version reads format 3"):
+    with pytest.raises(ConfigError, match=r"it has format 1, and this version reads format 4"):
         find_backup(Storage(str(tmp_path), 0, 1), ALONE, ONE)
 
 

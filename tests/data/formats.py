@@ -6,9 +6,7 @@ import itertools
 import pathlib
 
 import numpy as np
-import pyarrow as pa
 import tensorflow as tf
-from pyarrow import parquet
 
 from tfdist import data
 
@@ -64,23 +62,7 @@ def parse_all(records):
     return example["x"], example["y"]
 
 
-def vectors(x):
-    """Returns a Parquet column of vectors."""
-    column = pa.array(x.ravel())
-    for size in x.shape[:0:-1]:
-        column = pa.FixedSizeListArray.from_arrays(column, size)
-    return column
-
-
-def parquets(folder, *ends, group=4, **columns):
-    columns = columns or {"x": vectors(X), "y": pa.array(Y)}
-    for number, begin, end in pieces(*ends):
-        table = pa.table({name: column[begin:end] for name, column in columns.items()})
-        path = folder / f"part{number}.parquet"
-        parquet.write_table(table, path, row_group_size=group, write_page_checksum=True, compression="zstd")
-
-
-WRITERS = {"npy": npy, "npz": npz, "tfrecord": tfrecord, "parquet": parquets}
+WRITERS = {"npy": npy, "npz": npz, "tfrecord": tfrecord}
 
 
 def opened(kind, folder, batch_size=4, **options):

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from tfdist.data import python_generators
-from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators
+from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators, get_states, set_states
 
 OF_MODULE = {"deep": [np.random.default_rng(1)]}
 PYTHONS, NUMPYS = PROCESS_GENERATORS
@@ -49,6 +49,16 @@ class Holder:
         return random.choice([1, 2])
 
 
+class Class:
+    rng = np.random.default_rng(2)
+
+
+class Layer(keras.layers.Layer):
+    def __init__(self, seeds):
+        super().__init__()
+        self.seeds = seeds
+
+
 def test_generators_are_found_where_code_reaches_them():
     own = np.random.RandomState(1)
     assert find_generators(draws_from_module) == OF_MODULE["deep"]
@@ -60,12 +70,23 @@ def test_generators_are_found_where_code_reaches_them():
     assert set(find_generators(Holder(own).draw)) == {own, PYTHONS}
     assert find_generators(functools.partial(lambda rng, x: x, own)) == [own]
     assert find_generators(lambda x, rng=own: x) == [own]
+    assert find_generators(Class) == [Class.rng]
+    seeds = keras.random.SeedGenerator(1)
+    assert find_generators(lambda: keras.random.normal((), seed=seeds)) == [seeds]
+    assert find_generators(Layer(seeds)) == [], "the model's state has it"
     assert find_generators(lambda: np.mean(own.normal(size=3))) == [own]
 
 
 @pytest.mark.parametrize(
     "make",
-    [np.random.default_rng, np.random.RandomState, random.Random, np.random.PCG64, PROCESS_GENERATORS.__getitem__],
+    [
+        np.random.default_rng,
+        np.random.RandomState,
+        random.Random,
+        np.random.PCG64,
+        keras.random.SeedGenerator,
+        PROCESS_GENERATORS.__getitem__,
+    ],
 )
 def test_a_state_comes_back(make):
     generator = make(1)
@@ -73,22 +94,16 @@ def test_a_state_comes_back(make):
     def draw():
         if isinstance(generator, np.random.BitGenerator):
             return int(generator.random_raw())
+        if isinstance(generator, keras.random.SeedGenerator):
+            return float(keras.random.normal((), seed=generator))
         return float(generator.random())
 
-    before = python_generators.get_state(generator)
+    before = json.loads(json.dumps(get_states([generator])))
     expected = [draw() for _ in range(3)]
-    python_generators.set_state(generator, before)
+    set_states([generator], before)
     assert [draw() for _ in range(3)] == expected
     python_generators.reset(generator)
     first = draw()
     python_generators.reset(generator)
     assert draw() == first
-    python_generators.set_state(generator, before)
-
-
-def test_states_of_pythons_generator_come_back_from_json():
-    generator = random.Random(1)
-    state = json.loads(json.dumps(python_generators.get_state(generator)))
-    expected = generator.random()
-    python_generators.set_state(generator, state)
-    assert generator.random() == expected
+    set_states([generator], before)

@@ -17,7 +17,6 @@ from tfdist.data import array_files, record_files, row_source
 from tfdist.data.stored import counts_of_part
 from tfdist.errors import DataError
 
-KINDS = [*WRITERS, "cache in memory", "cache in a folder"]
 SHARDS = [((5, 5, 9),), ((0, 7),), ((),), ((1, 22),)]
 
 
@@ -30,20 +29,13 @@ def folder(tmp_path_factory):
     return folder
 
 
-def stored(kind, folder, *options, **more):
-    if "cache" not in kind:
-        return opened(kind, folder, *options, **more)
-    cache = "memory" if kind == "cache in memory" else folder / "cache"
-    return opened("npy", folder, *options, cache=cache, **more)
-
-
-@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("kind", WRITERS)
 class TestRowSource:
     @pytest.mark.parametrize("shards", tiers.cases(SHARDS, quick=1))
     def test_each_row_is_once_in_an_epoch(self, tmp_path, monkeypatch, kind, shards):
         monkeypatch.setattr(row_source, "BLOCK_ROWS", 4)
-        WRITERS.get(kind, npy)(tmp_path, *shards)
-        found = stored(kind, tmp_path)
+        WRITERS[kind](tmp_path, *shards)
+        found = opened(kind, tmp_path)
         assert (found.num_examples, found.steps_per_epoch) == (N, 6)
         x, y = rows(found.in_order().dataset())
         np.testing.assert_array_equal(x, X)
@@ -56,7 +48,7 @@ class TestRowSource:
         assert [spec.shape.as_list() for spec in found.specimen().element_spec] == [[None, 2, 3], [None]]
 
     def test_a_description_is_of_the_rows_and_their_order(self, folder, kind):
-        texts = {stored(kind, folder, **options).describe() for options in ({}, {}, {"seed": 1}, {"shuffle": False})}
+        texts = {opened(kind, folder, **options).describe() for options in ({}, {}, {"seed": 1}, {"shuffle": False})}
         assert len(texts) == 3
 
     @pytest.mark.parametrize(
@@ -69,20 +61,20 @@ class TestRowSource:
         ids=["cut", "written", "removed"],
     )
     def test_a_file_that_changes_is_an_error_not_another_number(self, tmp_path, kind, change, message):
-        WRITERS.get(kind, npy)(tmp_path)
-        found = stored(kind, tmp_path)
+        WRITERS[kind](tmp_path)
+        found = opened(kind, tmp_path)
         path = min(path for path in tmp_path.iterdir() if path.is_file())
         change(path)
         with pytest.raises(DataError, match=f"{path.name} {message}"), row_source.explaining_reads():
             list(found.dataset())
 
 
-@pytest.mark.parametrize("kind", tiers.cases(KINDS, quick=1))
+@pytest.mark.parametrize("kind", tiers.cases([*WRITERS], quick=1))
 @settings(max_examples=10)
 @given(st.integers(1, 30), st.integers(1, 3), st.integers(1, 2), st.integers(0, 5), st.integers(1, 9))
 def test_parts_are_those_of_the_global_batches(folder, kind, size, workers, local, start, seed):
     """Workers of any number read the rows that one process reads, from any step on."""
-    found = stored(kind, folder, size, seed=seed)
+    found = opened(kind, folder, size, seed=seed)
     replicas, steps = workers * local, found.steps_per_epoch + 1
     batches = list(found.parts(1, [0], start, steps).as_numpy_iterator())
     assert [len(y) for _, y in batches] == [

@@ -73,6 +73,13 @@ def shuffled(folder):
     return found.select(np.argsort(found["int"]))
 
 
+def parquet(folder):
+    """A Parquet file of several row groups, which `datasets` converts to Arrow."""
+    path = folder / "0.parquet"
+    arrow(folder).to_parquet(path, batch_size=5)
+    return datasets.load_dataset("parquet", split="train", data_files=str(path), cache_dir=folder / "converted")
+
+
 def hdf5(folder, **options):
     path = folder / f"{len(options)}.h5"
     if not path.exists():
@@ -115,6 +122,7 @@ KINDS = {
     "shuffle": shuffled,
     "format": lambda folder: arrow(folder).with_format("numpy"),
     "transform": lambda folder: arrow(folder).with_transform(lambda batch: {name: np.array(batch[name], VALUES[name].dtype) for name in batch}),
+    "Parquet": parquet,
     "HDF5": hdf5,
     "HDF5, chunks": lambda folder: hdf5(folder, chunks=True),
     "grain": lambda folder: grain_source(),

@@ -19,7 +19,7 @@ from tfdist.backup.files import CorruptBackupError, first_line
 from tfdist.backup.state import REST, replica_key, replicas_of
 from tfdist.errors import format_value
 
-FORMAT = 3
+FORMAT = 4
 SHARED = "shared"
 _MOST_REPLICAS = 1 << 20
 

@@ -30,8 +30,7 @@ from tfdist.compat import optimizer_search, tf_internals
 from tfdist.compat.keras_loops import pythonify_logs
 from tfdist.config.backup import folder_faults
 from tfdist.config.constraints import Constraint, checked, option, value_faults
-from tfdist.data.python_generators import PROCESS_GENERATORS
-from tfdist.data.python_state import process_generator_states, set_process_generator_states
+from tfdist.data.python_generators import PROCESS_GENERATORS, get_states, set_states
 from tfdist.engine import Engine
 from tfdist.errors import BackupError, ConfigError, format_value
 from tfdist.runtime.end import process_end
@@ -208,7 +207,7 @@ class BackupSession:
         logs = self._state.restore(snapshot.shared, snapshot.own)
         # If Python code creates the data, a thread that reads ahead draws from these generators: the data's state restores them.
         if _GENERATORS in snapshot.own and not self.passes.state.calls_python:
-            set_process_generator_states(json.loads(np.asarray(snapshot.own[_GENERATORS]).item()))
+            set_states(PROCESS_GENERATORS, json.loads(np.asarray(snapshot.own[_GENERATORS]).item()))
         return logs
 
     def resumed(self, executions: Iterator[Any]) -> Iterator[Logs]:
@@ -337,7 +336,7 @@ class BackupSession:
         position = self.passes.position
         shared, own = self._state.capture(self._logs(), to_host)
         own |= self.passes.state.capture()
-        own[_GENERATORS] = tf.constant(json.dumps(process_generator_states()))
+        own[_GENERATORS] = tf.constant(json.dumps(get_states(PROCESS_GENERATORS)))
         manifest = {
             "format": FORMAT,
             "training": self.training,

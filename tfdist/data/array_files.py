@@ -1,4 +1,4 @@
-"""`arrays_from`: training data in `.npy`, `.npz` and Parquet files; arrays are mapped into memory and read row by row."""
+"""`arrays_from`: training data in `.npy` and `.npz` files, which are mapped into memory and read row by row."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ import numpy as np
 import tensorflow as tf
 
 from tfdist.aliases import Structure
-from tfdist.data import parquet_files, stored_files
+from tfdist.data import stored_files
 from tfdist.data.epoch_order import WINDOW
 from tfdist.data.row_source import RowSource, block_rows
 from tfdist.data.stored import StoredData, check_options
 from tfdist.errors import ConfigError, format_value, list_first
 
-_ENDINGS = (".npy", ".npz", ".parquet")
+_ENDINGS = (".npy", ".npz")
 KERAS_COLUMNS = ("x", "y", "sample_weight")
 _SHARD = re.compile(r"(.+?)-(\d+)(?:-of-\d+)?")  # the column and the number of a shard, in its file's name
 MOST_MAPS = 256  # maps that are open at once: each holds a file descriptor
@@ -113,7 +113,6 @@ class ArrayFiles(RowSource):
                 for a in arrays
             ]
         )
-        self.version = stored_files.describe((a.path, a.version) for arrays in self._shards for a in arrays)
         self._maps: collections.OrderedDict[StoredArray, np.ndarray] = collections.OrderedDict()
         self._lock = threading.Lock()
 
@@ -160,8 +159,7 @@ def arrays_from(
     shuffle: bool = True,
     map: Callable[..., Structure] | None = None,
     columns: Structure | None = None,
-    window: int | None = None,
-    cache: str | os.PathLike[str] | None = None,
+    window: int = WINDOW,
 ) -> StoredData:
     """Opens arrays in files, which may be larger than memory, as data for `fit`, `evaluate`, `predict` and `validation_data`.
 
@@ -176,8 +174,7 @@ def arrays_from(
     Args:
         path: A folder, or a pattern such as `"images/train-*.npz"`. The files are either `.npy` files, whose names are the
             columns (`x.npy`; or in shards, `x-00000.npy`, `x-00001.npy`), or `.npz` files, each a shard that holds all columns, as
-            `np.savez` writes them. Or they are `.parquet` files (`pip install 'tfdist[parquet]'`), whose columns are numbers,
-            fixed-size lists of numbers (vectors), strings or bytes (string tensors). Shards may have unequal lengths.
+            `np.savez` writes them. Shards may have unequal lengths. For files of other formats see `rows_from`.
         batch_size: Examples per step over all replicas.
         seed: The seed of the shuffling.
         shuffle: Whether `fit` shuffles the examples; also `fit(shuffle=False)` keeps their order.
@@ -186,20 +183,15 @@ def arrays_from(
             not resume exactly: put augmentation into layers of the model.
         columns: The structure of a batch, such as `("images", "labels")` or `({"a": "a", "b": "b"}, "y")`. None means those of
             `x`, `y` and `sample_weight` that exist, in this order.
-        window: The number of examples that are shuffled among each other. Blocks of at most 1 MB of neighboring examples, or
-            row groups of Parquet, are shuffled over all data. None means 262,144, and for Parquet at most the examples of some
-            128 MB: each process holds the row groups of two windows in memory.
-        cache: Where the results of `map` are kept: "memory" of each process, or a folder, such as one on an SSD, also for later runs
-            and other workers of the host. They are computed before the first step, by one process of a host. `map` then receives
-            blocks of neighboring examples, must treat each example alone, and must not be random: put augmentation into layers of
-            the model. A change of `map` or of the files is recognized; a change of files that `map` itself opens is not.
+        window: The number of examples that are shuffled among each other. Blocks of at most 1 MB of neighboring examples are
+            shuffled over all data.
 
     Returns:
         The data. `dataset()` returns a plain `tf.data` pipeline of the same batches.
 
     Raises:
         ConfigError: There are no files; a column is missing; columns or shards do not fit each other; a file is truncated, compressed
-            or holds Python objects or nulls; or an option is out of range. The error names all such files.
+            or holds Python objects; or an option is out of range. The error names all such files.
 
     Examples:
         >>> import os, tempfile, numpy as np, tfdist.data
@@ -209,8 +201,7 @@ def arrays_from(
         >>> tfdist.data.arrays_from(folder, batch_size=4).steps_per_epoch
         2
     """
-    shuffled = WINDOW if window is None else window
-    faults = check_options(batch_size, seed, map, shuffled, cache)
+    faults = check_options(batch_size, seed, map, window)
     if faults:
         raise ConfigError(faults)
     path = os.fspath(path)
@@ -218,28 +209,21 @@ def arrays_from(
     kinds = sorted({os.path.splitext(file)[1] for file in files})
     if not files:
         raise ConfigError(
-            f"{path} holds no {', '.join(_ENDINGS[:-1])} or {_ENDINGS[-1]} file: give a folder that does, or a pattern that "
-            "matches some."
+            f"{path} holds no .npy or .npz file: give a folder that does, or a pattern that matches some. For Parquet, CSV, "
+            "JSON, text or images use tfdist.data.rows_from(datasets.load_dataset(...))."
         )
     if len(kinds) > 1:
         raise ConfigError(
             f"{path} holds {' and '.join(kinds)} files: give a pattern that matches one kind, such as '*{kinds[-1]}'."
         )
-    source: RowSource
-    if kinds == [".parquet"]:
-        opened = parquet_files.open_files(files)
-        columns = _structure(columns, {name for file in opened for name in file.columns}, path)
-        source = parquet_files.ParquetFiles(opened, columns, window)
-        shuffled = source.window
-    else:
-        shards = _open(files)
-        columns = _structure(columns, {name for _, arrays in shards for name in arrays}, path)
-        stored_files.raise_all(_differences(shards, tf.nest.flatten(columns)))
-        source = ArrayFiles([arrays for _, arrays in shards], columns)
+    shards = _open(files)
+    columns = _structure(columns, {name for _, arrays in shards for name in arrays}, path)
+    stored_files.raise_all(_differences(shards, tf.nest.flatten(columns)))
+    source = ArrayFiles([arrays for _, arrays in shards], columns)
     if not source.sizes.sum():
         names = ", ".join(tf.nest.flatten(columns))
         raise ConfigError(f"{path} holds no examples: the arrays {names} have length 0. Write some.")
-    return StoredData(source, batch_size, seed, shuffle, map, shuffled, cache)
+    return StoredData(source, batch_size, seed, shuffle, map, window)
 
 
 def _open(files: Sequence[str]) -> list[tuple[str, dict[str, StoredArray]]]:

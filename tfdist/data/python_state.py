@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
-import random
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -16,10 +14,9 @@ import tensorflow as tf
 from tfdist.aliases import DataAdapter, Function, Json, Structure
 from tfdist.compat.keras_loops import PyDatasetAdapter
 from tfdist.data import python_generators
-from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators
+from tfdist.data.python_generators import PROCESS_GENERATORS, find_generators, get_states, set_states
 from tfdist.runtime.log import logger
 
-_ARRAY = "array of "
 _REMEDY = "give it state_dict() and load_state_dict(state), like a callback"
 
 
@@ -37,7 +34,7 @@ class PythonDataState:
     Attributes:
         is_used: Whether Python code creates the data.
         order: A checksum of a PyDataset's first batch in the current epoch, if hooks may change its order, else None.
-        drawn_by_hooks: For each hook call, the state from which the hook drew, by the generator's index.
+        drawn_by_hooks: For each hook call, the state from which the hook drew of each generator, else None.
     """
 
     def __init__(self, adapter: DataAdapter, called: Sequence[Function], is_backed_up: bool, reads_on: bool):
@@ -52,11 +49,10 @@ class PythonDataState:
             roots = ()
         elif self._data is not None:
             roots = (self._data,)
-        self._own = [generator for generator in find_generators(*roots) if generator not in PROCESS_GENERATORS]
-        self._generators = [*PROCESS_GENERATORS, *self._own]
+        self._generators = list(dict.fromkeys([*PROCESS_GENERATORS, *find_generators(*roots)]))
         self.is_used = self._data is not None or bool(called)
         self.order: int | None = None
-        self.drawn_by_hooks: list[dict[str, Any]] = []
+        self.drawn_by_hooks: list[list[Json]] = []
         self._hooks = 0  # number of hook calls
         self._after_hook: list[Json] = [None] * len(self._generators)
 
@@ -64,21 +60,15 @@ class PythonDataState:
         """Returns the state as plain JSON, or None if no Python code creates the data."""
         if not self.is_used:
             return None
-        state = process_generator_states()
-        state["own"] = [_to_json(python_generators.get_state(generator)) for generator in self._own]
-        if self._keeps:
-            state["data"] = _to_json(self._data.state_dict())
-        return state
+        data = self._data.state_dict() if self._keeps else None
+        return {"generators": get_states(self._generators), "data": python_generators.to_json(data)}
 
     def restore(self, state: Json) -> None:
         """Restores the state that `state` returned."""
         if state:
-            set_process_generator_states(state)
-            # A backup of an earlier version has no "own".
-            for generator, saved in zip(self._own, state.get("own", ()), strict=False):
-                python_generators.set_state(generator, _from_json(saved))
+            set_states(self._generators, state["generators"])
             if self._keeps:
-                self._data.load_state_dict(_from_json(state["data"]))
+                self._data.load_state_dict(python_generators.from_json(state["data"]))
 
     def doubts(self, callbacks: Sequence[keras.callbacks.Callback]) -> Iterator[str]:
         """Yields why a resume will not be exact, and the remedies. Reads the first batches of a PyDataset twice.
@@ -100,23 +90,17 @@ class PythonDataState:
                 f"a thread reads the PyDataset {name} ahead while its on_epoch_begin or on_epoch_end is called; leave out "
                 "steps_per_epoch"
             )
-        if self._data.workers > 1 or self._data.use_multiprocessing:
-            before = self.state()
-            _checksum(self._data, 2)
-            draws = self.state() != before
-            self.restore(before)
-            if draws:
-                yield (
-                    f"the workers of the PyDataset {name} draw from a generator in any order; give it workers=1, "
-                    "use_multiprocessing=False"
-                )
-        if self._keeps:
-            return
-        with self._preserve_generators():
-            before = self._states()
-            first = _checksum(self._data, 2)
-            self._set_states(before)
-            second = _checksum(self._data, 2)
+        before = self.state()
+        first = _checksum(self._data, 2)
+        draws = self.state() != before
+        self.restore(before)
+        if draws and (self._data.workers > 1 or self._data.use_multiprocessing):
+            yield (
+                f"the workers of the PyDataset {name} draw from a generator in any order; give it workers=1, "
+                "use_multiprocessing=False"
+            )
+        second = _checksum(self._data, 2)
+        self.restore(before)
         if first != second:
             yield f"the PyDataset {name} draws for each batch from a generator that cannot be found; {_REMEDY}"
 
@@ -130,29 +114,27 @@ class PythonDataState:
         is_new = number >= len(self.drawn_by_hooks)
         if not is_new:
             # First the states after the last hook, of which the stored ones hold only the differences.
-            self._set_states(self._after_hook)
-            drawn = self.drawn_by_hooks[number]
-            self._set_states([drawn.get(str(index)) for index in range(len(self._generators))])
-        before = self._states()
+            set_states(self._generators, self._after_hook)
+            set_states(self._generators, self.drawn_by_hooks[number])
+        before = get_states(self._generators)
         hook()
-        states = self._states()
+        now = get_states(self._generators)
         # Store only states from which this hook draws and which differ from those after the last hook: usually few.
         if is_new:
-            changes = enumerate(zip(before, self._after_hook, states, strict=True))
-            self.drawn_by_hooks.append(
-                {str(index): was for index, (was, last, now) in changes if was not in (last, now)}
-            )
-        self._after_hook = states
+            changes = zip(before, self._after_hook, now, strict=True)
+            self.drawn_by_hooks.append([None if was in (last, new) else was for was, last, new in changes])
+        self._after_hook = now
 
     def record_order(self) -> None:
         """Records the order of the next epoch in `order`. No other thread may read the data during the call."""
         if self._records:
-            with self._preserve_generators():
-                for generator in self._generators:  # random augmentation must not change the checksum
-                    python_generators.reset(generator)
-                self.order = _checksum(self._data, 1)
+            before = get_states(self._generators)
+            for generator in self._generators:  # random augmentation must not change the checksum
+                python_generators.reset(generator)
+            self.order = _checksum(self._data, 1)
+            set_states(self._generators, before)
 
-    def end_epochs(self, number: int, order: int | None, drawn_by_hooks: list[dict[str, Any]]) -> None:
+    def end_epochs(self, number: int, order: int | None, drawn_by_hooks: list[list[Json]]) -> None:
         """Calls a PyDataset's hooks as often as in the `number` of epochs that have ended, because they may shuffle the data.
 
         `order` is the expected value of the attribute after the calls, if known; `drawn_by_hooks` is the attribute from the backup.
@@ -173,43 +155,12 @@ class PythonDataState:
     @contextlib.contextmanager
     def preserve_own_generators(self) -> Iterator[None]:
         """Restores the generators that the Python code holds at the end of the context."""
-        before = [python_generators.get_state(g) for g in self._own]
+        own = self._generators[len(PROCESS_GENERATORS) :]
+        before = get_states(own)
         try:
             yield
         finally:
-            for generator, state in zip(self._own, before, strict=True):
-                python_generators.set_state(generator, state)
-
-    @contextlib.contextmanager
-    def _preserve_generators(self) -> Iterator[None]:
-        before = self._states()
-        try:
-            yield
-        finally:
-            self._set_states(before)
-
-    def _states(self) -> list[Json]:
-        return [_to_json(python_generators.get_state(generator)) for generator in self._generators]
-
-    def _set_states(self, states: Sequence[Json]) -> None:
-        """Sets the states that are not None."""
-        for generator, state in zip(self._generators, states, strict=True):
-            if state is not None:
-                python_generators.set_state(generator, _from_json(state))
-
-
-def process_generator_states() -> dict[str, Any]:
-    """Returns the states of `random` and `numpy.random`, as plain JSON."""
-    name, keys, *rest = np.random.get_state(legacy=True)
-    return {"random": random.getstate(), "numpy": [name, np.asarray(keys).tolist(), *rest]}
-
-
-def set_process_generator_states(state: dict[str, Any]) -> None:
-    """Sets the states that `process_generator_states` returned."""
-    version, numbers, gauss = state["random"]
-    random.setstate((version, tuple(numbers), gauss))
-    name, keys, *rest = state["numpy"]
-    np.random.set_state((name, np.asarray(keys, np.uint32), *rest))
+            set_states(own, before)
 
 
 def _has_hooks(data: keras.utils.PyDataset) -> bool:
@@ -236,25 +187,3 @@ def checksum(batch: Structure, before: int = 0) -> int:
             content = repr(array.tolist()).encode()
         before = zlib.crc32(content, before)
     return before
-
-
-def _to_json(state: Json) -> Json:
-    return json.loads(json.dumps(state, default=_plain))
-
-
-def _from_json(state: Json) -> Json:
-    return json.loads(json.dumps(state), object_hook=_decode_states)
-
-
-def _plain(value: Any) -> Json:
-    if isinstance(value, (np.ndarray, np.generic)):
-        return {_ARRAY + value.dtype.str: value.tolist()}
-    raise TypeError(f"state_dict() must return plain values and arrays. Received: {type(value).__name__}.")
-
-
-def _decode_states(values: dict[str, Any]) -> Json:
-    if len(values) == 1:
-        ((name, value),) = values.items()
-        if name.startswith(_ARRAY):
-            return np.asarray(value, name.removeprefix(_ARRAY))
-    return values

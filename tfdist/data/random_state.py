@@ -20,9 +20,10 @@ from tfdist.compat import keras_loops, tf_internals
 from tfdist.compat.keras_internals import SEED_STATE
 from tfdist.compat.tf_internals import GENERATOR_STATE
 from tfdist.data.graph import nodes, walk
+from tfdist.data.python_generators import from_json, to_json
 from tfdist.data.python_state import PythonDataState
 
-_PYTHON = "data/python"
+_DATA = "data"
 
 
 def random_states(dataset: tf.data.Dataset) -> Iterator[tf.Variable]:
@@ -69,7 +70,7 @@ class DatasetRandomState:
         self._epochs = 0  # number of epochs whose data have ended
         self._is_over = False  # whether the data of the current epoch have ended
         # By moment: the beginning of the "first" pass and of this "pass".
-        self._states: dict[str, tuple[list[np.ndarray], Json]] = {}
+        self._states: dict[str, Json] = {}
         self._adapter = adapter
         # The hooks of a PyDataset may draw random numbers.
         begin = adapter.on_epoch_begin
@@ -111,40 +112,30 @@ class DatasetRandomState:
     def items_draw(self) -> bool:
         """Returns whether the items of the pass may have drawn before the backup; else they need not be made again."""
         items = self._states.get("items")
-        now = self._states.get("now")
-        if items is None or now is None or items[1] != now[1]:
-            return True
-        return any(not np.array_equal(*values) for values in zip(items[0], now[0], strict=True))
+        return items is None or items != self._states.get("now")
 
     def capture(self) -> dict[str, tf.Tensor]:
         """Returns this process's state for `load`."""
         if not self.is_random:
             return {}
-        taken: dict[str, tf.Tensor] = {}
-        python: dict[str, Any] = {}
-        for moment, (values, drawn) in {**self._states, "now": self._now()}.items():
-            taken |= {f"data/{moment}/{number}": tf.constant(value) for number, value in enumerate(values)}
-            python[moment] = drawn
-        hooks = {
+        body = {
+            "moments": {**self._states, "now": self._now()},
             "epochs": self._epochs,
             "is_over": self._is_over,
             "order": self._python.order,
             "drawn": self._python.drawn_by_hooks,
         }
-        return {**taken, _PYTHON: tf.constant(json.dumps({"moments": python, **hooks}))}
+        return {_DATA: tf.constant(json.dumps(body))}
 
     def load(self, own: Mapping[str, Any], in_epoch: bool) -> None:
         """Loads the state from `capture`, for `restore`, and repeats the hooks of a `PyDataset` for the epochs that had ended.
 
         `own` is this rank's part of a backup; `in_epoch` tells whether the training resumes within an epoch, not at its beginning.
         """
-        if not self.is_random or _PYTHON not in own:  # a backup of an earlier version
+        if not self.is_random or _DATA not in own:
             return
-        body = json.loads(np.asarray(own[_PYTHON]).item())
-        self._states = {
-            moment: ([own[f"data/{moment}/{number}"] for number in range(len(self._variables))], drawn)
-            for moment, drawn in body["moments"].items()
-        }
+        body = json.loads(np.asarray(own[_DATA]).item())
+        self._states = body["moments"]
         self._epochs = body["epochs"]
         self._is_over = body["is_over"]
         self.stays = in_epoch
@@ -155,7 +146,7 @@ class DatasetRandomState:
             self._epochs -= 1
             order = None
         keras_loops.skip_epochs(self._adapter, self._epochs)
-        self._python.end_epochs(self._epochs, order, body.get("drawn", []))
+        self._python.end_epochs(self._epochs, order, body["drawn"])
 
     def restore(self, moment: str) -> None:
         """Restores the state at the beginning of the `"first"` pass, of this `"pass"`, or at the backup (`"now"`)."""
@@ -180,13 +171,14 @@ class DatasetRandomState:
 
         return ready
 
-    def _assign(self, state: tuple[list[np.ndarray], Json]) -> None:
-        for variable, value in zip(self._variables, state[0], strict=True):
+    def _assign(self, state: Json) -> None:
+        for variable, value in zip(self._variables, from_json(state["variables"]), strict=True):
             variable.assign(value)
-        self._python.restore(state[1])
+        self._python.restore(state["python"])
 
-    def _now(self) -> tuple[list[np.ndarray], Json]:
-        return [variable.numpy() for variable in self._variables], self._python.state()
+    def _now(self) -> Json:
+        variables = to_json([variable.numpy() for variable in self._variables])
+        return {"variables": variables, "python": self._python.state()}
 
     def _end_epoch(self, end: Callable[[], None]) -> None:
         if not self._has_begun:  # Keras calls it before the first epoch, too

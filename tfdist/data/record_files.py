@@ -78,7 +78,6 @@ class RecordFiles(RowSource):
         starts = np.arange(0, total, self._block_rows)
         self.sizes = np.minimum(total - starts, self._block_rows)
         self.identity = repr([(os.path.basename(i.path), i.version[0], len(i.offsets), i.faults) for i in indices])
-        self.version = stored_files.describe((index.path, index.version) for index in indices)
         self._open = functools.lru_cache(MOST_OPEN)(_File)
 
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:
@@ -117,7 +116,6 @@ def records_from(
     batched: bool = False,
     on_corrupt: str = "fail",
     window: int = WINDOW,
-    cache: str | os.PathLike[str] | None = None,
 ) -> StoredData:
     """Opens TFRecord files, which may be larger than memory, as data for `fit`, `evaluate`, `predict` and `validation_data`.
 
@@ -149,7 +147,6 @@ def records_from(
             `"skip"` reads all files once to find the damaged records, warns with their number, and trains as if they did not exist.
         window: The number of records that are shuffled among each other. Blocks of about 1 MB of neighboring records are shuffled over all
             data.
-        cache: Where the results of `parse` are kept: "memory", or a folder on a fast disk (see `arrays_from`).
 
     Returns:
         The data. `dataset()` returns a plain `tf.data` pipeline of the same batches.
@@ -168,7 +165,7 @@ def records_from(
         >>> data.steps_per_epoch
         2
     """
-    faults = check_options(batch_size, seed, parse, window, cache, function="parse")
+    faults = check_options(batch_size, seed, parse, window, function="parse")
     if on_corrupt not in ("fail", "skip"):
         faults.append(f"on_corrupt must be 'fail' or 'skip'. Received: {format_value(on_corrupt)}.")
     patterns = [pattern] if isinstance(pattern, (str, os.PathLike)) else pattern
@@ -198,7 +195,7 @@ def records_from(
             )
     if not batched:
         parse = _each(parse)
-    return StoredData(RecordFiles(indices), batch_size, seed, shuffle, parse, window, cache)
+    return StoredData(RecordFiles(indices), batch_size, seed, shuffle, parse, window)
 
 
 class _File:

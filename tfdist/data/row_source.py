@@ -27,15 +27,12 @@ class RowSource(abc.ABC):
         sizes: The number of rows in each block, int64; at most some 100,000 blocks.
         origin: The name of the function that opens such a source, for messages.
         identity: A text that two sources share only if they hold the same rows, also on several hosts: names, lengths and types.
-        version: A text that changes on this host if the rows do, for a cache: paths, sizes and times of files. Without it, a
-            cache is a `ConfigError`.
     """
 
     spec: Spec
     sizes: np.ndarray
     identity: str
     origin: str
-    version: str = ""
 
     @abc.abstractmethod
     def read(self, blocks: np.ndarray, rows: np.ndarray) -> list[np.ndarray]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import hashlib
-import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -13,7 +12,6 @@ import tensorflow as tf
 
 from tfdist.aliases import Structure
 from tfdist.compat import tf_internals
-from tfdist.data.conversion import Conversion, cache_faults
 from tfdist.data.epoch_order import WINDOW, EpochOrder
 from tfdist.data.row_source import RowSource, call, read_rows
 from tfdist.errors import ConfigError, format_value
@@ -34,10 +32,8 @@ class StoredData:
         seed: The seed of the shuffling.
         shuffle: Whether `fit` shuffles the examples in each epoch.
         map: A function of a batch, or of its parts if it is a tuple, in TensorFlow operations. It is called on each replica's
-            part of a batch. With `cache`, it is called on blocks of neighboring examples, and must treat each example alone.
+            part of a batch.
         window: The number of examples that are shuffled among each other (see `EpochOrder`).
-        cache: Where the results of `map` are kept, which are computed before the first step: "memory", or a folder. None means that
-            `map` is called in each epoch.
 
     Attributes:
         source: The stored rows.
@@ -46,7 +42,7 @@ class StoredData:
         steps_per_epoch: The number of batches in an epoch.
 
     Raises:
-        ConfigError: An argument is out of range, or the results of `map` cannot be kept.
+        ConfigError: An argument is out of range.
     """
 
     def __init__(
@@ -57,9 +53,8 @@ class StoredData:
         shuffle: bool = True,
         map: Callable[..., Structure] | None = None,
         window: int = WINDOW,
-        cache: str | os.PathLike[str] | None = None,
     ):
-        faults = check_options(batch_size, seed, map, window, cache)
+        faults = check_options(batch_size, seed, map, window)
         if faults:
             raise ConfigError(faults)
         self.source = source
@@ -68,10 +63,6 @@ class StoredData:
         self._shuffle = bool(shuffle)
         self._window = int(window)
         self._maps = [] if map is None else [map]
-        self._conversion: Conversion | None = None
-        if cache is not None:
-            self._conversion = Conversion(source, map, os.fspath(cache))
-        self._converted_maps = len(self._maps)
         self.num_examples = int(source.sizes.sum())
         self.steps_per_epoch = -(-self.num_examples // self.batch_size)
 
@@ -127,11 +118,6 @@ class StoredData:
                 has no examples holds the batch's first example.
         """
         source = self.source
-        maps = self._maps
-        # Without space for a conversion, the functions run in each epoch.
-        if self._conversion and self._conversion.rows:
-            source = self._conversion.rows
-            maps = maps[self._converted_maps :]
         order = EpochOrder(source.sizes, self._seed, self._shuffle, self._window)
         leaves = tf.nest.flatten(source.spec)
         local = len(parts)
@@ -154,13 +140,13 @@ class StoredData:
             for spec, column in zip(leaves, columns, strict=True):
                 column.set_shape([length, *spec.shape])
             batch = tf.nest.pack_sequence_as(source.spec, columns)
-            for function in maps:
+            for function in self._maps:
                 batch = call(function, batch)
             if make is None:
                 return batch
             return make(batch, tf.ensure_shape(counts, [1, 3]))
 
-        if not maps:  # only a function of the user may need AutoGraph, whose first use takes half a second
+        if not self._maps:  # only a function of the user may need AutoGraph, whose first use takes half a second
             element = tf.autograph.experimental.do_not_convert(element)
         dataset = tf.data.Dataset.counter(start * local)
         if steps is not None:
@@ -203,7 +189,6 @@ def check_options(
     seed: Any,
     map: Any,
     window: Any,
-    cache: Any = None,
     function: str = "map",
 ) -> list[str]:
     """Returns the errors in the options of `StoredData`; `function` is the name of the argument `map` in the user's call."""
@@ -214,4 +199,4 @@ def check_options(
     ]
     if not callable(map) and (map is not None or function != "map"):
         faults.append(f"{function} must be a function of a batch. Received: {format_value(map)}.")
-    return [*faults, *cache_faults(cache)]
+    return faults

@@ -25,11 +25,6 @@ def version(stat: os.stat_result) -> Version:
     return stat.st_size, stat.st_mtime_ns, stat.st_ino
 
 
-def describe(files: Iterable[tuple[str, Version]]) -> str:
-    """Returns a text that changes if the files do: their paths, sizes and times of change."""
-    return repr([(os.path.realpath(path), *opened[:2]) for path, opened in files])
-
-
 def check_unchanged(path: str, opened: Version) -> None:
     """Raises ValueError if a file has changed: beyond the end of a shorter file, a memory map would end the process."""
     try:

@@ -17,12 +17,6 @@ from tools.bench.record import Record
 CONTENDERS = {
     "memory map": {"tf.data, memory map": "", "arrays_from": "tf.data, memory map"},
     "TFRecord": {"tf.data, TFRecord": "", "records_from": "tf.data, TFRecord"},
-    "cache": {
-        "tf.data, cache()": "",
-        "cache='memory'": "tf.data, cache()",
-        "tf.data, cache(file)": "",
-        "cache=folder": "tf.data, cache(file)",
-    },
     "rows": {
         "arrays_from": "",
         **{

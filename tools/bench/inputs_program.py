@@ -50,12 +50,6 @@ def parse(serialized):
     return tf.reshape(tf.io.decode_raw(parsed["x"], tf.uint8), [-1, *SHAPE]), parsed["y"]
 
 
-def costly(x, y):
-    """Takes some 0.2 ms an image, of which the result is kept."""
-    image = tf.image.resize(tf.image.resize(tf.cast(x, tf.float32), [128, 128], "bicubic"), [64, 64], "area")
-    return tf.cast(tf.clip_by_value(image, 0, 255), tf.uint8), y
-
-
 def from_memory_map():
     """Rows of a memory map by `numpy_function`, as fast as it was found to be."""
     x, y = (np.load(files / f"{name}.npy", mmap_mode="r") for name in "xy")
@@ -71,18 +65,6 @@ def from_records():
     paths = tf.data.Dataset.from_tensor_slices([str(path) for path in sorted(files.glob("*.tfrecord"))]).shuffle(SHARDS)
     records = paths.interleave(tf.data.TFRecordDataset, num_parallel_calls=AUTOTUNE, cycle_length=SHARDS)
     return records.shuffle(10_000).batch(BATCH).map(parse, AUTOTUNE).prefetch(AUTOTUNE)
-
-
-def cached(path=""):
-    rows = tf.data.Dataset.range(SIZE).batch(BATCH)
-    x, y = (np.load(files / f"{name}.npy", mmap_mode="r") for name in "xy")
-
-    def read(rows):
-        images, labels = tf.numpy_function(lambda rows: (x[rows], y[rows]), [rows], (tf.uint8, tf.int64))
-        return tf.ensure_shape(images, [None, *SHAPE]), tf.ensure_shape(labels, [None])
-
-    examples = rows.map(read, AUTOTUNE).map(costly, AUTOTUNE).unbatch().cache(path)
-    return examples.shuffle(10_000).batch(BATCH).prefetch(AUTOTUNE)
 
 
 def item(index):
@@ -170,19 +152,11 @@ def rows(source):
     return data_lib.rows_from(source, BATCH)
 
 
-def kept(where):
-    return lambda: data_lib.arrays_from(files, BATCH, map=costly, cache=where)
-
-
 MAKE = {
     "tf.data, memory map": from_memory_map,
     "arrays_from": lambda: data_lib.arrays_from(files, BATCH),
     "tf.data, TFRecord": from_records,
     "records_from": lambda: data_lib.records_from(files, parse, BATCH, batched=True),
-    "tf.data, cache()": cached,
-    "cache='memory'": kept("memory"),
-    "tf.data, cache(file)": lambda: cached(str(files / "cache")),
-    "cache=folder": kept(str(files / "kept")),
     "rows_from, memory maps": lambda: rows(maps()),
     "rows_from, object": lambda: rows(Maps()),
     "rows_from, datasets": lambda: data_lib.rows_from(arrow(), BATCH, columns=("x", "y")),
