@@ -331,16 +331,16 @@ def apply_scaled(
     optimizer: keras.optimizers.LossScaleOptimizer,
     grads: Sequence[Gradient],
     variables: Variables | None,
+    finite: tf.Tensor,
     cond: Callable[..., None],
 ) -> None:
-    """Updates with scaled gradients if they are finite, as `LossScaleOptimizer.apply` does. In replica context.
+    """Updates with scaled gradients if all of them are `finite`, as `LossScaleOptimizer.apply` does. In replica context.
 
     `cond` replaces `tf.cond`, which does not order the collectives of an update among those around it.
     """
 
     def apply(strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables | None) -> None:
         call = strategy.extended.call_for_each_replica
-        finite = strategy.experimental_local_results(call(optimizer.check_finite, args=(grads,)))[0]
         update = functools.partial(call, getattr(optimizer, KERAS_UPDATE_SCALED), args=(grads, variables))
         cond(finite, update, getattr(optimizer, KERAS_SKIP_SCALED))
 

@@ -33,7 +33,6 @@ from tfdist.sharding.split import Split, split_bucket
 ELEMENTWISE = model_features.ELEMENTWISE
 # A variable is cut at multiples of a CPU's largest vector: Eigen rounds rsqrt differently in elements that do not fill a vector.
 _ALIGNMENT = 32
-_FLAG_LANE = -4  # a lane that no bucket uses
 
 
 class ShardedUpdate:
@@ -120,11 +119,6 @@ class ShardedUpdate:
             (rows,) = gradient_lists.deduplicate_rows(rows)  # rows of several replicas may have the same id
             summed[number] = self._cut(number, tf.convert_to_tensor(rows))
         return [summed[number] for number in numbers]
-
-    def all_finite(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns whether the pieces of all processes are finite. A collective."""
-        flag = tf.reshape(gradient_lists.nan_unless_finite(pieces), [1])
-        return tf.reduce_all(tf.math.is_finite(self._group.gather_parts(flag, _FLAG_LANE)))
 
     def update(self, grads: Sequence[Gradient], variables: Variables, are_pieces: bool) -> None:
         """Clips and updates this process's pieces, and sets the variables of all replicas to the pieces of all processes.
