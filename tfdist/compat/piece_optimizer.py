@@ -146,14 +146,13 @@ class PieceOptimizer:
 
     def _add_slot(self, reference_variable: Any, name: str | None = None, initializer: Any = "zeros") -> keras.Variable:
         holder = self._holder_of(reference_variable)
-        if holder is None:
-            return self._add(reference_variable, name, initializer)
-        if not isinstance(holder, Piece):
-            return become(self._add(reference_variable, name, initializer), SplitSlot, holder)
-        if name == GRADIENT_ACCUMULATOR:  # of whole gradients, which each replica adds up
-            return self._add(reference_variable, name, initializer)
-        add = BaseOptimizer.add_variable_from_reference
-        return become(_outside(lambda: add(self._optimizer, holder, name, initializer)), SplitSlot, holder)
+        if isinstance(holder, Piece) and name == GRADIENT_ACCUMULATOR:
+            holder = None  # each replica adds up whole gradients
+        if isinstance(holder, Piece):
+            slot = _outside(BaseOptimizer.add_variable_from_reference, self._optimizer, holder, name, initializer)
+        else:
+            slot = self._add(reference_variable, name, initializer)
+        return become(slot, SplitSlot, holder) if holder else slot
 
     def split(self) -> None:
         """Replaces the slots of an optimizer that is built already, such as one of a loaded model, by pieces of them."""
@@ -161,7 +160,7 @@ class PieceOptimizer:
             holder = self._holder_of(variable)
             if holder is not None and not slot.name.endswith(GRADIENT_ACCUMULATOR):
                 piece = view(np.ascontiguousarray(slot.numpy()), holder.index)
-                keras_internals.replace_value(slot, _outside(lambda piece=piece: tf.Variable(piece, trainable=False)))
+                keras_internals.replace_value(slot, _outside(tf.Variable, piece, trainable=False))
                 become(slot, SplitSlot, holder)
 
     def add_masters(self, pieces: Sequence[Piece]) -> None:
@@ -169,11 +168,9 @@ class PieceOptimizer:
         masters = []
         for piece in pieces:
             if piece.dtype == tf.float32:
-                new = _outside(
-                    lambda shape=piece.shape: keras.Variable(tf.zeros(shape), trainable=False, name="master")
-                )
-                new._path = f"{piece.path}_master"
-                piece.master = become(new, SplitSlot, piece)
+                master = _outside(keras.Variable, "zeros", piece.shape, trainable=False, name="master")
+                master._path = f"{piece.path}_master"
+                piece.master = become(master, SplitSlot, piece)
                 masters.append(piece.master)
         vars(self._optimizer)[_MASTERS] = masters  # not an attribute that Keras tracks: files do not hold them
 
@@ -215,10 +212,10 @@ def _outside_replicas() -> Iterator[None]:
         distribute_lib._pop_per_thread_mode()
 
 
-def _outside(create: Callable[[], Any]) -> Any:
+def _outside(create: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
     """Returns a variable that belongs to no strategy and no graph: a new thread is outside of all scopes of TensorFlow and Keras."""
     with concurrent.futures.ThreadPoolExecutor(1) as pool:
-        return pool.submit(create).result()
+        return pool.submit(create, *args, **kwargs).result()
 
 
 def state_variables(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
