@@ -127,7 +127,7 @@ def rounded():
     finally:
         set_options(trainer.strategy, weights_dtype="float32")
     master = piece_optimizer.state_variables(model.optimizer)[-1]
-    return weights, (next(master.stored())[0][0].start, master.value.numpy())
+    return weights, (master.holder.index[0].start, master.value.numpy())
 
 
 OPTIMIZERS = {
