@@ -6,6 +6,7 @@ Names are loaded on first use: `import tfdist` does not load TensorFlow.
 from __future__ import annotations
 
 import importlib
+import os
 import sys
 
 from tfdist.version import __version__ as __version__
@@ -99,3 +100,6 @@ def __dir__() -> list[str]:
 if hasattr(sys.modules.get("keras"), "backend") and sys.modules["keras"].backend.backend() == "tensorflow":
     # `keras.distribution` must work before the Trainer, and so before this package loads Keras.
     importlib.import_module("tfdist.compat.keras_distribution").install()
+
+if "TFDIST_PROGRESS" in os.environ:  # a launcher has started this process, and reads why it ends
+    importlib.import_module("tfdist.runtime.report.ending").listen()

@@ -42,7 +42,7 @@ class ConfigError(ValueError):
 
     def __init__(self, faults: str | Iterable[str]):
         if isinstance(faults, str):
-            own = _without_keras(faults)
+            own = without_keras(faults)
             faults = [faults] if own == faults else own.split("\n")
         sentences = list(faults) or ["internal error: a ConfigError was raised without a message."]
         self.faults: tuple[str, ...] = tuple(map(printable, sentences))
@@ -51,7 +51,7 @@ class ConfigError(ValueError):
 
 class _OneLineError(RuntimeError):
     def __init__(self, message: object = ""):
-        super().__init__(printable(_without_keras(str(message))))
+        super().__init__(printable(without_keras(str(message))))
 
 
 class ClusterError(_OneLineError):
@@ -92,7 +92,7 @@ class DataError(_OneLineError):
         self.is_agreed = is_agreed
 
 
-def _without_keras(text: str) -> str:
+def without_keras(text: str) -> str:
     """Returns the message of an error around which Keras has put the call of a layer; another text as it is."""
     for frame in _KERAS_FRAMES:
         match = frame.match(text)

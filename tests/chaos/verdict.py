@@ -23,7 +23,7 @@ _SPARE = 30.0
 # The launcher's last word on a task, and a reason that is a sentence of ours: no traceback of TensorFlow's.
 _SENTENCE = re.compile(
     r"^tfdist: (?:chief|worker|ps):\d (?:was killed by SIG\w+(?:; all \d+ restarts are spent; .*)?|failed with exit code \d+: "
-    r"(?:tfdist\.errors\.(?:Cluster|Backup|Config)Error|tfdist): .*)$",
+    r"(?:(?:Cluster|Backup|Config)Error: |(?!\w+(?:Error|Exception)\b)).*)$",
     re.MULTILINE,
 )
 _TOLD = re.compile(r"^tfdist: .*$", re.MULTILINE)

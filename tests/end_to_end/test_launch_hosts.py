@@ -179,5 +179,5 @@ def test_a_host_without_restarts_ends_and_the_other_ends_at_the_limit_of_the_sta
     assert "worker:1 was killed by SIGKILL; ending all tasks" in shown[1], shown
     assert "restart 1/1 from step 0" in shown[0], shown
     waited = "Waited 20 s for worker:1 at node1:2222 (connection refused). Is it started"
-    assert f"worker:0 failed with exit code 1: tfdist.errors.ClusterError: {waited}" in shown[0], shown
+    assert f"worker:0 failed with exit code 1: ClusterError: {waited}" in shown[0], shown
     assert "all 1 restarts are spent; ending all tasks" in shown[0], shown

@@ -33,7 +33,7 @@ def test_it_reads_the_last_words_of_a_task(tmp_path, late):
     try:
         task.process.wait(60)
         shown_lines.drain(task)
-        assert process.last_error_line(task.held) == "ValueError: the cause"
+        assert task.failure().last_line == "ValueError: the cause"
     finally:
         task.close()
 

@@ -7,6 +7,7 @@ import io
 import json
 import os
 import pathlib
+import re
 import signal
 import sys
 import time
@@ -14,11 +15,11 @@ import time
 import psutil
 import pytest
 
-from tests.helpers.launched_job import until
+from tests.helpers.launched_job import imported, until
 from tfdist.cluster import TaskSpec, local_cluster
+from tfdist.launch.failure import Failure
 from tfdist.launch.launcher import Launcher
 from tfdist.launch.options import Options
-from tfdist.launch.process import Failure
 
 # A busy machine may keep a task waiting for longer than the 2 s that it has after Ctrl-C.
 PATIENT = "from tfdist.launch import launcher; launcher.AFTER_INTERRUPT = 20.0"
@@ -51,16 +52,16 @@ else:
 @pytest.mark.parametrize(
     ("end", "exit_code", "reason"),
     [
-        ("sys.exit(7)", 7, "worker:1 failed with exit code 7"),
+        ("sys.exit(7)", 7, "worker:1 failed with exit code 7, last line: last words"),
         (
             "print('train.py: error: no such file')\nsys.exit(7)",
             7,
-            "worker:1 failed with exit code 7: train.py: error: no such file",
+            "worker:1 failed with exit code 7, last line: train.py: error: no such file",
         ),
         (
             "from tfdist.errors import ConfigError\nraise ConfigError('no bucket')",
             2,
-            "worker:1 failed with exit code 1: tfdist.errors.ConfigError: no bucket",
+            "worker:1 failed with exit code 1: ConfigError: no bucket",
         ),
         ("os.kill(os.getpid(), signal.SIGKILL)", 137, "worker:1 was killed by SIGKILL"),
         ("os.kill(os.getpid(), signal.SIGUSR1)", 138, "worker:1 was killed by SIGUSR1"),
@@ -225,7 +226,7 @@ def test_in_python_the_failure_is_kept_and_the_signal_handlers_are_put_back(tmp_
     output = io.BytesIO()
     launcher = Launcher(Options(["sh", "-c", "echo oh no; exit 3"], local_cluster(1), tmp_path / "logs"), output=output)
     assert launcher.run() == 3
-    assert launcher.failure == Failure(TaskSpec("worker", 0), 3, "")
+    assert launcher.failure == Failure(TaskSpec("worker", 0), 3, last_line="oh no")
     assert b"[worker:0] oh no\n" in output.getvalue()
     assert [signal.getsignal(n) for n in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)] == before
 
@@ -291,3 +292,22 @@ def test_a_standard_output_of_text_alone_shows_the_lines(tmp_path):
     with contextlib.redirect_stdout(io.StringIO()) as shown:
         assert Launcher(Options(["sh", "-c", "echo ä; echo b"], local_cluster(1), tmp_path / "logs")).run() == 0
     assert "ä\n" in shown.getvalue() and "b\n" in shown.getvalue()
+
+
+def test_a_crash_of_a_library_is_named_with_the_line_of_the_script(job):
+    code = f"""
+{imported("tfdist.runtime.report.stacks")}
+stacks.listen("worker-0")
+def crash():
+    os.abort()
+crash()
+"""
+    assert job.run(code) == 134
+    assert re.search(r"tfdist: worker:0 was killed by SIGABRT at script\.py:\d+ in crash; ending all", job.output())
+
+
+def test_a_task_that_the_system_kills_for_its_memory_is_named_so(job):
+    """The count is in place of the kernel's: a group of processes with a limit of its own needs root."""
+    kills = "from tfdist.launch import start; counts = iter([0, 1]); start.out_of_memory_kills = lambda: next(counts)"
+    assert job.start("os.kill(os.getpid(), signal.SIGKILL)", before=kills).wait(60) == 137
+    assert "worker:0 was killed by SIGKILL, because memory was exhausted; ending all tasks" in job.output()

@@ -78,37 +78,6 @@ def test_what_is_not_surely_tensorflows_or_tells_of_a_fault_is_shown(line):
     assert tensorflow_log.is_tensorflow_log(line, after_log=True) == line.startswith(b"/job:")
 
 
-def test_repetitions_of_a_warning_have_a_text_in_common():
-    def same(first, second):
-        return process.warning_text(first) == process.warning_text(second) is not None
-
-    assert same(b"x.py:12: UserWarning: slow", b"x.py:12: UserWarning: slow")
-    assert not same(b"x.py:12: UserWarning: slow", b"x.py:12: UserWarning: slower")
-    assert same(b"W1124 16:06:23.123456 14 a.py:1] slow", b"W1124 17:00:00.000000 15 a.py:1] slow")
-    assert same(b"W0000 00:00:1795.6 1998 x.cc:5] of 0x12", b"W0000 00:00:1796.7 2000 x.cc:5] of 0x34")
-    assert not same(b"W0000 00:00:1795.6 1998 x.cc:5] slow", b"W0000 00:00:1795.6 1998 y.cc:5] slow")
-    assert same(b"WARNING:tensorflow:slow", b"WARNING:tensorflow:slow")
-
-
-@pytest.mark.parametrize(
-    "line",
-    [line for line in SHOWN if line[:5] not in (b"W0000", b"W1124")]
-    + [b"warning: mine", b"step 12: loss 3", b"WARNING: mine", b"ValueError: x", b"E0000 00:00:1.5 1 x.cc:5] slow"],
-)
-def test_other_lines_are_no_warnings(line):
-    assert process.warning_text(line) is None
-
-
-def test_the_code_below_a_warning_is_known_by_its_file(tmp_path):
-    script = tmp_path / "script.py"
-    script.write_text("import warnings\nif True:\n    warnings.warn('slow')\n")
-    warning = f"{script}:3: UserWarning: slow".encode()
-    assert process.is_source_of(warning, b"  warnings.warn('slow')")
-    assert not process.is_source_of(warning, b"  mine")
-    assert not process.is_source_of(warning, b"warnings.warn('slow')")
-    assert not process.is_source_of(b"<stdin>:3: UserWarning: slow", b"  warnings.warn('slow')")
-
-
 @pytest.mark.parametrize(
     ("line", "plain"),
     [

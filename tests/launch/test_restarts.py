@@ -76,8 +76,8 @@ def test_an_error_of_the_configuration_outweighs_its_consequences(supervise, tmp
     monkeypatch.chdir(tmp_path)
     exit_code, output = supervise(SHARED, local_cluster(2))
     assert exit_code == 2
-    assert "worker:0 failed with exit code 1: UnavailableError: Socket closed" in output
-    assert "worker:1 failed with exit code 1: tfdist.errors.ConfigError: the bucket is missing" in output
+    assert "worker:0 failed with exit code 1, last line: UnavailableError: Socket closed" in output
+    assert "worker:1 failed with exit code 1: ConfigError: the bucket is missing" in output
 
 
 AT_THE_CHIEF = "the chief's last backup, if there is one"

@@ -9,7 +9,7 @@ import sys
 
 import pytest
 
-from tests.helpers.launched_job import PRELUDE
+from tests.helpers.launched_job import PRELUDE, imported
 from tests.helpers.terminal import Terminal
 from tfdist.cluster import TaskSpec
 from tfdist.launch.standard_input import StandardInput
@@ -26,7 +26,7 @@ SENTENCE = 'Tasks have no terminal: run python script.py, or Trainer("mirrored",
 
 def launch(folder, code, *flags, typed=b""):
     """Returns the exit code and the output of a launcher whose standard input is a pipe."""
-    (folder / "script.py").write_text(PRELUDE + code)
+    (folder / "script.py").write_text(PRELUDE + imported("tfdist") + code)
     command = [sys.executable, "-m", "tfdist.launch", "--workers=2", *flags, "--", sys.executable, "script.py"]
     done = subprocess.run(
         command, cwd=folder, input=typed, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, timeout=150
@@ -46,7 +46,7 @@ def test_a_breakpoint_reads_the_launchers_input(tmp_path, before):
 @pytest.mark.parametrize(
     ("code", "reason"),
     [
-        (DEBUGGED, "bdb.BdbQuit"),
+        (DEBUGGED, "BdbQuit"),
         ("input('Which rate? ')", "EOFError: EOF when reading a line"),
     ],
     ids=["breakpoint", "input"],

@@ -152,7 +152,10 @@ sleep_for_ever()
 """
     assert job.run(script, job.flag, "--workers=2", "--grace_seconds=1") == 1
     assert "[worker:1] Traceback (most recent call last):" in job.output()
-    assert "tfdist: worker:1 failed with exit code 1: ValueError: no such luck; ending all tasks" in job.output()
+    assert (
+        "tfdist: worker:1 failed with exit code 1, last line: ValueError: no such luck; ending all tasks"
+        in job.output()
+    )
     assert not job.alive()
 
 

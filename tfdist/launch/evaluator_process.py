@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from tfdist.cluster import TaskSpec
-from tfdist.launch.process import Failure, TaskProcess, last_error_line
+from tfdist.launch.process import TaskProcess
 from tfdist.launch.restart_policy import RestartPolicy, why_final
 from tfdist.launch.start import Host
 from tfdist.runtime.report import progress
@@ -105,17 +105,17 @@ class EvaluatorProcess:
         self._task = None
 
     def _ended(self, task: TaskProcess) -> None:
-        code = task.process.returncode
-        failure = Failure(SPEC, code, last_error_line(task.held or task.tail))
+        failure = task.failure()
         self._host.output.release(task)
-        if code == 0:
+        if failure.exit_code == 0:
             self.is_over = True
             return
         record = progress.read(self._host.folder, SPEC.name)
         done = record.done if record.begun else None
-        why = why_final(code, False) or self._policy.failed(done)
+        why = why_final(failure.kind) or self._policy.failed(done)
         if not why:
             self._due = time.monotonic() + self._policy.delay
+            self._host.output.attempt(self._host.folder, progress.forget_end, self._host.folder, SPEC.name)
             self._host.output.say(f"{SPEC} lost ({failure.cause}); restarting it while the training continues")
             return
         self.is_over = True

@@ -11,19 +11,11 @@ from typing import IO
 from tfdist.cluster.spec import split_address
 from tfdist.errors import list_first
 from tfdist.launch.evaluator_process import EvaluatorProcess
+from tfdist.launch.failure import Failure, last_backup, signal_name
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.options import Options
 from tfdist.launch.output import LauncherOutput
-from tfdist.launch.process import (
-    Failure,
-    TaskProcess,
-    handling_signals,
-    lacks_answer,
-    last_backup,
-    last_error_line,
-    set_logs_aside,
-    signal_name,
-)
+from tfdist.launch.process import TaskProcess, handling_signals, set_logs_aside
 from tfdist.launch.restart_policy import RestartPolicy, why_final
 from tfdist.launch.standard_input import StandardInput
 from tfdist.launch.start import Host, Start
@@ -32,6 +24,7 @@ from tfdist.runtime.end import process_end
 from tfdist.runtime.folders import finished_training
 from tfdist.runtime.folders.temporary import temporary_folder
 from tfdist.runtime.report import progress
+from tfdist.runtime.report.ending import Kind
 
 _ALONE = (
     "no task has created a tfdist.Trainer or strategy: unless the command connects the tasks itself, each ran alone"
@@ -225,10 +218,10 @@ class Launcher:
         start = self._start
         code = task.process.returncode
         is_server = start.is_server(task.spec)
-        failure = Failure(task.spec, code, last_error_line(task.held or task.tail), task.loss)
+        failure = task.failure()
         if start.kill_at is not None:
             # All tasks share an error of the configuration; another task may have failed first, because its peer had ended.
-            if self.failure and failure.is_config_error and not self.failure.is_config_error:
+            if self.failure and failure.kind is Kind.CONFIG and self.failure.kind is not Kind.CONFIG:
                 self.failure = failure
                 self._output.say(f"{failure}. Full output: {task.log_path}")
             # The traceback of a task that fails because another one failed first stays in its log.
@@ -243,13 +236,8 @@ class Launcher:
             self._succeeded(task)
         elif code == process_end.PREEMPTED and not is_server:
             self._preempted(task)
-        elif code:
-            self._failed(task, failure)
         else:
-            reached = ""
-            if own.trains:
-                reached = f"step {own.done}, epoch {own.epoch}"
-            self._failed(task, Failure(task.spec, code, reached))
+            self._failed(task, failure)
 
     def _succeeded(self, task: TaskProcess) -> None:
         self._output.release(task)
@@ -284,7 +272,7 @@ class Launcher:
             step = f" at step {done}"
         loss = f"{failure.lost} lost{step} ({failure.cause})"
         has_refusal = any(record.refused for record in progress.read_all(self._host.folder))
-        final = why_final(failure.exit_code, has_refusal, self._saved or 0, failure.reason)
+        final = why_final(Kind.REFUSED if has_refusal else failure.kind, self._saved or 0)
         size = None if final else self._other_size(failure, done)
         where = last_backup(self._saved)
         if size:
@@ -303,6 +291,7 @@ class Launcher:
             self._output.say(f"{loss}; restart {spent}/{limit} from step {done or 0}, of {task.spec} alone")
             folder = self._host.folder
             self._output.attempt(folder, progress.write_restarts, folder, self._restarts.total)
+            self._output.attempt(folder, progress.forget_end, folder, task.spec.name)
             start.restart_alone(task.spec, self._restarts.delay)
             return
         if done is not None and self._saved == 0 and not progress.is_backed_up(self._host.folder):
@@ -322,14 +311,14 @@ class Launcher:
 
     def _give_up(self, task: TaskProcess, failure: Failure, why: str) -> None:
         """Ends the job with a failure, unless other workers can continue without the task."""
-        is_gone = failure.exit_code < 0 or failure.exit_code == process_end.PREEMPTED
+        is_gone = failure.is_killed or failure.kind is Kind.PREEMPTED
         if is_gone and self._is_alone(task) and self._start.has_other_workers():
             self._output.release(task)
             self._output.say(f"{failure}; the other workers continue")
             return
         self.failure = failure
         remedy = failure.remedy(self._saved)
-        if lacks_answer(failure.reason):  # the traceback is that of the debugger
+        if failure.kind is Kind.INPUT:  # the traceback is that of the debugger
             remedy = self._host.stdin.remedy(task.spec)
         else:
             self._output.release(task)
@@ -342,7 +331,7 @@ class Launcher:
     def _other_size(self, failure: Failure, done: int | None) -> str:
         """Returns the workers with which an elastic job continues after a loss; empty if it does not, or with as many."""
         sizes = self._options.sizes
-        if sizes and failure.exit_code < 0 and sizes.lost(done, self._restarts.is_left):
+        if sizes and failure.is_killed and sizes.lost(done, self._restarts.is_left):
             return f"{sizes.workers} of {sizes.most} workers"
         return ""
 

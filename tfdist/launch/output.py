@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import codecs
 import collections
+import dataclasses
 import io
 import os
 import select
@@ -15,7 +16,7 @@ from typing import IO, Any, TextIO
 
 from tfdist.cluster import TaskSpec
 from tfdist.errors import printable
-from tfdist.launch import live_table, process
+from tfdist.launch import live_table
 from tfdist.launch.process import TaskProcess
 from tfdist.runtime.end import interrupts
 from tfdist.runtime.files import write_error_reason
@@ -40,6 +41,15 @@ _TURN = 0.02  # seconds between two looks at the writer
 # Limit of the wait for the end of a task's output: processes that the task started may keep the pipe open.
 _DRAIN_SECONDS = 1.0
 _PIECE = 4096  # bytes of one write: a blocking write of more returns only when the reader has taken nearly all of it
+
+
+@dataclasses.dataclass
+class _Warning:
+    """A warning: its line as it was printed first, Python's line of code below it, and the number of its repetitions."""
+
+    first: bytes
+    code: bytes = b""
+    more: int = 0
 
 
 class LauncherOutput:
@@ -69,9 +79,8 @@ class LauncherOutput:
         self._is_asked = False  # whether the prompt is written
         self._has_table = stream is None and live_table.is_possible()
         self._table: live_table.LiveTable | None = None
-        # The first line of a warning, and the number of its repetitions, by the text that repetitions share.
-        self._warnings: dict[bytes, tuple[bytes, int]] = {}
-        self._repeated: dict[TaskProcess, bytes] = {}  # tasks whose last line was a repeated warning
+        self._warnings: dict[bytes, _Warning] = {}  # by their lines
+        self._above: dict[TaskProcess, _Warning] = {}  # the warning in each task's last line
 
     def start_table(self, tasks: Sequence[TaskSpec], servers: Collection[TaskSpec], folder: str) -> None:
         """Shows a table of the tasks below their lines, in a terminal that allows it. Arguments as for `LiveTable`."""
@@ -157,28 +166,30 @@ class LauncherOutput:
 
     def count_warnings(self) -> None:
         """Prints the number of repetitions of each warning; the warning itself was printed once."""
-        for line, more in self._warnings.values():
-            lines = "line" if more == 1 else "lines"
-            if more:
-                self._write(_OWN + f"{more} more {lines} like: ".encode() + line)
+        for warning in self._warnings.values():
+            lines = "line" if warning.more == 1 else "lines"
+            if warning.more:
+                self._write(_OWN + f"{warning.more} more {lines} like: ".encode() + warning.first)
         self._warnings = {}
 
     def _is_repeated(self, task: TaskProcess, line: bytes) -> bool:
-        """Returns whether a line is a warning that a task has printed before, or the source line below such a warning."""
-        warning = self._repeated.pop(task, None)
-        if warning and process.is_source_of(warning, line):
-            return True
-        text = process.warning_text(line)
-        if text is None:
+        """Returns whether a line is a warning that a task has printed before, or the line of code below such a warning."""
+        above = self._above.pop(task, None)
+        if above and line.startswith(b"  "):
+            is_known = line == above.code
+            above.code = above.code or line
+            return is_known
+        is_of_python = b"Warning: " in line
+        if not is_of_python and not line.startswith(b"WARNING:"):  # the form of `logging`
             return False
-        if text in self._warnings:
-            shown, more = self._warnings[text]
-            self._warnings[text] = (shown, more + 1)
-            self._repeated[task] = line
-            return True
-        if len(self._warnings) < _REMEMBERED_WARNINGS:
-            self._warnings[text] = (_prefix(task) + line, 0)
-        return False
+        warning = self._warnings.get(line)
+        if warning:
+            warning.more += 1
+        elif len(self._warnings) < _REMEMBERED_WARNINGS:
+            self._warnings[line] = _Warning(_prefix(task) + line)
+        if is_of_python and line in self._warnings:
+            self._above[task] = self._warnings[line]
+        return warning is not None
 
     def release(self, task: TaskProcess) -> None:
         """Prints the lines of a task that are held back."""

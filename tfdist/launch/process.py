@@ -1,13 +1,10 @@
-"""The process of one task: its environment, its lines of output, and the cause of its failure. No TensorFlow here."""
+"""The process of one task: its environment and its lines of output. No TensorFlow here."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
-import linecache
 import os
 import pathlib
-import re
 import signal
 import socket
 import subprocess
@@ -16,39 +13,20 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import IO, Any, TypeAlias
 
 from tfdist.cluster import TaskSpec
-from tfdist.errors import ConfigError, truncate
+from tfdist.errors import truncate
+from tfdist.launch.failure import Failure, read_failure
 from tfdist.runtime.end import process_end
 from tfdist.runtime.files import open_own
 from tfdist.runtime.report import progress, stacks
-from tfdist.runtime.tensorflow_log import CXX_LINE, is_tensorflow_log
+from tfdist.runtime.tensorflow_log import is_tensorflow_log
 
-_TAIL_LINES = 20
 _LOGS = (".log", stacks.SUFFIX)
 _LONGEST_LINE = 1 << 16
 _CHUNK = 1 << 16  # bytes per read: the size of a pipe
-_EXCEPTION = re.compile(rb"[A-Za-z_][\w.]*(Error|Exception|Interrupt|BdbQuit)\b")
-# The end of a debugger, or of `input()`, that a person did not answer.
-_NO_ANSWER = re.compile(rb"(?=\S).*\b(BdbQuit\b|EOFError: EOF when reading a line)")
-# How the last line of a script's traceback begins.
-_CONFIG_ERROR = f"{ConfigError.__module__}.{ConfigError.__qualname__}"
-# First lines of messages whose cause is further down, and lines between that do not contain the cause.
-_HEADING = re.compile(rb":$|Exception encountered when calling ")
-_DETAIL = re.compile(
-    rb"\s|Arguments received by |Detected at node |<stack traces unavailable>|Node: |\d+ root error|.*:$"
-)
 _END_SECONDS = 1.0  # limit of the wait for the end of the process that has waited for a task
-_STACKS = stacks.HEADING.encode()
-# The lines that faulthandler writes.
-_STACK_LINE = re.compile(rb"(?:Current thread|Thread) 0x[0-9a-f]+|  File \"|  \.\.\.$|  <")
-_COMPLAINT = re.compile(rb"tfdist: |.*\b(error|fatal|fault|aborted|killed|core dumped)\b", re.IGNORECASE)
-_PYTHON_WARNING = re.compile(rb"(?P<file>.+?):(?P<line>\d+): (?:\w+\.)*\w*Warning: ")
-_LOGGED_WARNING = re.compile(rb"WARNING:[\w.]+:|W\d{4} [\d:.]+ +\d+ \S+\.py:\d+\] (?P<text>.*)")
-# Colours, movements of the cursor, titles, and control characters except the tabulator.
-_ESCAPES = re.compile(
-    rb"\x1b\[[0-?]*[ -/]*[@-~]|\x1b\][^\x07\x1b]*(?:\x07|\x1b\\)|\x1b[ -/]*[0-~]|[\x00-\x08\x0a-\x1f\x7f]"
-)
-# Keras' progress bar; without a terminal Keras prints a new line for each step.
-_PROGRESS_BAR = re.compile(rb"\x1b\[1m\s*(\d+)/(\d+|Unknown)\x1b\[0m ")
+_CONTROLS = bytes({*range(32), 127} - {*b"\t"})
+_PARAMETERS = bytes(range(0x20, 0x40))  # of an escape code: the next byte is its last one
+_BOLD, _PLAIN = b"\x1b[1m", b"\x1b[0m "
 
 
 class ForkedProcess:
@@ -115,7 +93,7 @@ class TaskProcess:
         stdin: int = subprocess.DEVNULL,
     ):
         self.spec = spec
-        self._folder = environ.get(progress.FOLDER)
+        self._folder = environ.get(progress.FOLDER, "")
         self.log_path = log_path
         self.log: IO[bytes] | None = None
         self.log_fault: OSError | None = None
@@ -138,10 +116,10 @@ class TaskProcess:
         os.set_blocking(self.pipe.fileno(), False)
         self.partial = b""
         self._in_tensorflow_log = False  # the previous line was one of TensorFlow's log
-        self._in_stacks = False  # the previous line was one of the stacks of all threads, which only the log shows
         self.held: list[bytes] = []
         self.held_since = 0.0
-        self.tail: list[bytes] = []
+        self._last_line = b""
+        self.is_out_of_memory = False  # the system has killed a process, because memory was exhausted
         self.open = True
         self.over = False
 
@@ -172,10 +150,9 @@ class TaskProcess:
         shown = []
         for line in filter(bytes.strip, map(to_plain, lines)):
             self._in_tensorflow_log = is_tensorflow_log(line, self._in_tensorflow_log)
-            self._in_stacks = line.startswith(_STACKS) or (self._in_stacks and bool(_STACK_LINE.match(line)))
-            if not self._in_tensorflow_log and not self._in_stacks:
+            if not self._in_tensorflow_log:
                 shown.append(line)
-        self.tail = (self.tail + shown)[-_TAIL_LINES:]
+        self._last_line = shown[-1] if shown else self._last_line
         return shown
 
     def take_prompt(self) -> bytes:
@@ -205,9 +182,14 @@ class TaskProcess:
         """The loss of another task that this task has reported, because of which it fails; None without a report."""
         code = self.process.returncode
         # A task that was killed, or has succeeded, did not end because of its report.
-        if not self._folder or (code is not None and code <= 0):
+        if code is not None and code <= 0:
             return None
         return progress.read(self._folder, self.spec.name).lost
+
+    def failure(self) -> Failure:
+        """Returns the failure of the task, which has ended."""
+        code, last_line = self.process.returncode, truncate(self._last_line.decode(errors="replace").strip())
+        return read_failure(self._folder, self.spec, code, last_line, self.log_path, self.is_out_of_memory)
 
     def failures_by_cause(self) -> tuple[bool, bool, bool, float]:
         """Returns a key that sorts ended tasks, the likely cause of the other failures first.
@@ -236,158 +218,26 @@ class TaskProcess:
             self.log.close()
 
 
-def last_backup(saved: int | None) -> str:
-    """Returns the name of the step of the last backup; None if only another host's launcher knows it."""
-    return "the chief's last backup, if there is one" if saved is None else f"step {saved}"
-
-
-def lacks_answer(reason: str) -> bool:
-    """Returns whether a task failed because a debugger, or `input()`, got no answer, or its user ended the debugger."""
-    return bool(_NO_ANSWER.match(reason.encode()))
-
-
-def is_config_error(exit_code: int, reason: str) -> bool:
-    """Returns whether a task has found an error of the configuration. `reason` is the last line of its traceback."""
-    return exit_code == process_end.FAULTY_CONFIG or (exit_code == 1 and reason.startswith(_CONFIG_ERROR))
-
-
-@dataclasses.dataclass(frozen=True)
-class Failure:
-    """The failure of a task.
-
-    Attributes:
-        task: The task that failed.
-        exit_code: The task's exit code, or minus the number of the signal that ended it.
-        reason: The last line of the task's traceback or another error message, or an empty text; for exit code 0, the step.
-        loss: The task's report that it ended because it had lost another task, or None.
-    """
-
-    task: TaskSpec
-    exit_code: int
-    reason: str
-    loss: progress.Loss | None = None
-
-    @property
-    def is_config_error(self) -> bool:
-        """Whether the task has found an error of the configuration."""
-        return is_config_error(self.exit_code, self.reason)
-
-    @property
-    def lost(self) -> str:
-        """The task that was lost: the one that failed, or the one that it had lost."""
-        return self.loss.task if self.loss else str(self.task)
-
-    @property
-    def cause(self) -> str:
-        """How the task ended: `killed by SIGKILL`, or `exit code 1: ValueError: ...`."""
-        if self.loss:
-            return str(self.loss)
-        if self.exit_code < 0:
-            return f"killed by {signal_name(-self.exit_code)}"
-        if self.exit_code:
-            error = f": {self.reason}" if self.reason else ""
-            return f"exit code {self.exit_code}" + error
-        reached = f" ({self.reason})" if self.reason else ""
-        return "exit code 0 before the training has finished" + reached
-
-    @property
-    def status(self) -> int:
-        """The exit code that a shell would show."""
-        if self.exit_code < 0:
-            return 128 - self.exit_code
-        if self.is_config_error:
-            return process_end.FAULTY_CONFIG
-        return self.exit_code or 1  # exit code 0 before the end of the training is a failure, too
-
-    def remedy(self, saved: int | None) -> str:
-        """Returns how to continue after a process was killed, lost or left its `fit`, or an empty text; `saved` is the last backup's step."""
-        if not self.exit_code and self.reason:
-            return (
-                ". os._exit, or code outside of Python, has ended it. To end a training early, set model.stop_training = True in a "
-                "callback; for an error, raise one"
-            )
-        if self.exit_code >= 0 and (self.loss is None or self.loss.remedy):
-            return ""
-        again = f"Run the command again to continue from {last_backup(saved)}"
-        if saved == 0:
-            again = "No backup was made"
-        return f". {again}; max_restarts starts the tasks again by itself, from the last backup"
-
-    def __str__(self) -> str:
-        if self.loss:
-            return self.cause
-        if self.exit_code < 0:
-            return f"{self.task} was {self.cause}"
-        return f"{self.task} failed with {self.cause}"
-
-
-def last_error_line(lines: Sequence[bytes]) -> str:
-    """Returns the message of the last exception in one line; without an exception, the last error message, or an empty text.
-
-    A message of several lines is represented by its first line, or by the next one with content if the first is only a heading.
-    Keras raises another exception if a debugger in a layer gets no answer; then the message is that of the debugger.
-    """
-    unanswered = list(filter(_NO_ANSWER.match, lines))
-    if unanswered:
-        return _shorten(unanswered[-1])
-    line_numbers = [number for number, line in enumerate(lines) if _EXCEPTION.match(line)]
-    if not line_numbers:
-        return _shorten(next(filter(_COMPLAINT.match, reversed(lines)), b""))
-    first, *others = lines[line_numbers[-1] :]
-    if _HEADING.search(first.strip()):
-        content = next((line for line in others if not _DETAIL.match(line)), b"")
-        if content:
-            first = first.partition(b": ")[0] + b": " + content.strip()
-    return _shorten(first)
-
-
-def _shorten(line: bytes) -> str:
-    return truncate(line.decode(errors="replace").strip().rstrip(".:;, "))
-
-
-def signal_name(number: int) -> str:
-    """Returns `SIGKILL` for 9, and a text for numbers without a name."""
-    try:
-        return signal.Signals(number).name
-    except ValueError:
-        return f"signal {number}"
-
-
 def to_plain(line: bytes) -> bytes:
     """Returns a line as a terminal finally shows it, without escape codes; empty for a progress bar that is not complete."""
     # Each part overwrites the one before.
     line = next((part for part in reversed(line.split(b"\r")) if part.strip()), b"")
-    bar = _PROGRESS_BAR.match(line)
-    if bar and bar[1] != bar[2]:
+    # Keras' progress bar; without a terminal Keras prints a new line for each step.
+    done, is_bar, _ = line.removeprefix(_BOLD).partition(_PLAIN)
+    step, _, steps = done.strip().partition(b"/")
+    if line.startswith(_BOLD) and is_bar and step.isdigit() and step != steps:
         return b""
-    return _ESCAPES.sub(b"", line)
+    first, *others = line.split(b"\x1b")
+    return b"".join([first, *map(_after_code, others)]).translate(None, _CONTROLS)
 
 
-def warning_text(line: bytes) -> bytes | None:
-    """Returns the part of a warning that is equal in repetitions, without the time; None for other lines.
-
-    Warnings are Python's, those that `logging` and absl print in their default forms, and those of TensorFlow's C++ log.
-    """
-    cxx = CXX_LINE.match(line)
-    if cxx:
-        if b"W" not in (cxx["absl"], cxx["tsl"]):
-            return None
-        return cxx["place"] + re.sub(rb"\d+", b"0", cxx["text"])  # addresses, sizes
-    logged = _LOGGED_WARNING.match(line)
-    if logged:
-        return logged["text"] or line
-    if _PYTHON_WARNING.match(line):
-        return line
-    return None
-
-
-def is_source_of(warning: bytes, line: bytes) -> bool:
-    """Returns whether a line is the line of code that Python prints below a warning."""
-    match = _PYTHON_WARNING.match(warning)
-    if not match or not line.startswith(b"  "):
-        return False
-    code = linecache.getline(match["file"].decode(errors="replace"), int(match["line"])).strip()
-    return bool(code) and code.encode() == line.strip()
+def _after_code(text: bytes) -> bytes:
+    """Returns a text that follows the escape character, without the code at its start: a colour, a movement of the cursor, or a title."""
+    if text.startswith(b"["):
+        return text[1:].lstrip(_PARAMETERS)[1:]
+    if text.startswith(b"]"):  # its end is the bell, or a code of its own
+        return text.partition(b"\x07")[2]
+    return text.lstrip(_PARAMETERS)[1:]
 
 
 def set_logs_aside(folder: pathlib.Path, tasks: Sequence[TaskSpec] | None = None) -> None:

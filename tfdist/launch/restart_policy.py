@@ -5,31 +5,26 @@ from __future__ import annotations
 import time
 from collections.abc import Callable
 
-from tfdist.launch.process import is_config_error, lacks_answer
+from tfdist.runtime.report.ending import Kind
 
 _SAME_STEP = 3  # failures at one step, after which the step itself must be the cause
 _LONGEST_DELAY = 30.0  # seconds
 
 
-def why_final(exit_code: int, has_refusal: bool, saved: int = 0, reason: str = "") -> str:
+def why_final(kind: Kind, saved: int = 0) -> str:
     """Returns why a task would fail again after a restart, or an empty text.
 
     Args:
-        exit_code: The task's exit code.
-        has_refusal: Whether the task has rejected its backups.
+        kind: The kind of its end.
         saved: The step of the last backup, or 0.
-        reason: The last line of the task's traceback.
     """
-    if has_refusal:
-        why = "no restart, because it would reject the backups again"
-        if saved:
-            why += f"; the last backup was that of step {saved}"
-        return why
-    if lacks_answer(reason):
-        return "it would ask for input again"
-    if is_config_error(exit_code, reason):
-        return "an invalid command line or configuration would fail again"
-    return ""
+    last = f"; the last backup was that of step {saved}" if saved else ""
+    whys = {
+        Kind.REFUSED: f"no restart, because it would reject the backups again{last}",
+        Kind.INPUT: "it would ask for input again",
+        Kind.CONFIG: "an invalid command line or configuration would fail again",
+    }
+    return whys.get(kind, "")
 
 
 class RestartPolicy:

@@ -87,6 +87,9 @@ def _run(command: list[str]) -> None:
     sys.argv[:] = command[1:]
     if sys.argv[0] == "-u":
         del sys.argv[0]
+    ending = sys.modules.get("tfdist.runtime.report.ending")
+    if ending:  # a fork begins without calls at its end
+        ending.listen()
     try:
         if sys.argv[0] == "-m":
             del sys.argv[0]

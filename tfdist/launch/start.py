@@ -11,6 +11,7 @@ from multiprocessing import connection
 from typing import Self
 
 from tfdist.cluster import ClusterSpec, TaskSpec, local
+from tfdist.launch.failure import out_of_memory_kills
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.options import Options
 from tfdist.launch.output import LauncherOutput
@@ -43,6 +44,9 @@ class Host:
     guardian: Guardian
     spare: WarmSpare
     stdin: StandardInput
+
+    def __post_init__(self) -> None:
+        self._out_of_memory_kills = out_of_memory_kills()
 
     def __enter__(self) -> Self:
         return self
@@ -86,6 +90,8 @@ class Host:
         task.signal(signal.SIGKILL)
         task.process.wait()
         task.over = True  # from here on another process may have its number
+        before, self._out_of_memory_kills = self._out_of_memory_kills, out_of_memory_kills()
+        task.is_out_of_memory = self._out_of_memory_kills > before
         self.output.drain(task)
         self.guardian.unwatch(task.process.pid)
         task.close()

@@ -15,6 +15,7 @@ from typing import NamedTuple
 import ray
 
 from tfdist.cluster.local import free_ports
+from tfdist.launch.failure import out_of_memory_kills
 from tfdist.launch.guardian import Guardian
 from tfdist.launch.process import Process
 from tfdist.launch.warm import WarmSpare
@@ -36,12 +37,14 @@ class Event(NamedTuple):
         files: The task's records, if they have changed (`progress.records`).
         exit_code: The exit code, or minus the number of the signal that ended the task; None while it runs.
         outcome: What the program of `tfdist.ray.run` has written at its end: the pickled return value of worker 0, or a traceback.
+        is_out_of_memory: Whether the system has killed a process of its node meanwhile, because memory was exhausted.
     """
 
     output: bytes
     files: Mapping[str, bytes]
     exit_code: int | None = None
     outcome: bytes = b""
+    is_out_of_memory: bool = False
 
 
 class TaskActor:
@@ -95,6 +98,7 @@ class TaskActor:
         self._outcome.write_bytes(b"")
         reader, writer = os.pipe()
         self._is_ending = False
+        killed_before = out_of_memory_kills()
         try:
             # If this actor is killed before it knows the process, the guardian looks for it.
             with self._guardian.starting():
@@ -125,7 +129,9 @@ class TaskActor:
                 output += chunk
                 if not chunk:
                     break
-            yield Event(output, _changed(self._folder, before), process.returncode, self._outcome.read_bytes())
+            is_out_of_memory = out_of_memory_kills() > killed_before
+            outcome = self._outcome.read_bytes()
+            yield Event(output, _changed(self._folder, before), process.returncode, outcome, is_out_of_memory)
 
     def _environ(self, variables: Mapping[str, str]) -> dict[str, str]:
         return {**os.environ, **variables, **self._added, progress.FOLDER: self._folder}

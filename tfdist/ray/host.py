@@ -112,9 +112,11 @@ class ActorProcess:
     Attributes:
         pid: 0: the process is on another machine.
         returncode: The exit code, or minus the number of the signal that ended the process; None while it runs.
+        is_out_of_memory: Whether its node's system has killed a process, because memory was exhausted.
     """
 
     pid = 0
+    is_out_of_memory = False
 
     def __init__(
         self, slot: Slot, events: Any, output: int, on_event: Callable[[Event], None], hold: Callable[[], None]
@@ -148,6 +150,7 @@ class ActorProcess:
                     pipe.write(event.output)
                     if event.exit_code is not None:
                         code = event.exit_code
+                        self.is_out_of_memory = event.is_out_of_memory
             except RayActorError:
                 pipe.write(b"tfdist: Ray has lost the actor of this task, or its node\n")
                 if self.returncode is None:  # otherwise `wait` has replaced it
@@ -303,6 +306,7 @@ class RayHost(Host):
             return
         task.process.wait()
         task.over = True
+        task.is_out_of_memory = task.process.is_out_of_memory
         self.output.drain(task)
         task.close()
 

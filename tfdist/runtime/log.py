@@ -17,6 +17,7 @@ TO_STDERR = {"to_stderr": True}
 BARE = {"bare": True}
 
 _is_command = False
+last_error = ""  # the last message of an error: a process that ends then has ended because of it
 
 
 def print_always() -> None:
@@ -36,6 +37,9 @@ def _print(record: logging.LogRecord) -> bool:
 
     It is a filter, because a handler could not keep the line from the root logger's handlers.
     """
+    global last_error
+    if record.levelno >= logging.ERROR:
+        last_error = record.getMessage()
     root = logging.root.handlers if logger.propagate else []
     is_handled = bool(logger.handlers) or not all(_is_default(handler, record) for handler in root)
     if _is_command or not is_handled:

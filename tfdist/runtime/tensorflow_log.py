@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import re
 import subprocess
 import sys
 from collections.abc import Iterator
@@ -16,27 +15,30 @@ from collections.abc import Iterator
 LEVEL = "TF_CPP_MIN_LOG_LEVEL"
 ERRORS_ONLY = "2"
 _LAST_LINES_SECONDS = 2.0  # limit of the wait for the filter's end: processes started meanwhile may keep its pipe open
-# absl's form, `W0000 00:00:1795536441.651659    1998 port.cc:153] text`, and TensorFlow's, `2026-01-31 12:00:00.123456: W
-# tensorflow/core/x.cc:210] text`. absl's lines from Python code have the first form, with a .py file's name.
-CXX_LINE = re.compile(
-    rb"(?:(?P<absl>[IWEF])\d{4} [\d:.]+ +\d+ |\d{4}-\d\d-\d\d [\d:.]+: (?P<tsl>[IWEF]) )"
-    rb"(?P<place>[\w./-]+\.(?:cc|cpp|cu|h|inc)):\d+\] ?(?P<text>.*)"
+_SOURCES = (b".cc", b".cpp", b".cu", b".h", b".inc")
+# In errors and warnings that healthy machines log, too: a library is missing or registered twice.
+_HARMLESS = (
+    b"cuInit",
+    b"Unable to register cu",
+    b"computation placer already registered",
+    b"Cannot dlopen some GPU libraries",
+    b"Could not find TensorRT",
+    b"Local rendezvous is aborting with status: OUT_OF_RANGE",
+    b"exceeds 10% of free system memory",
 )
-# Errors and warnings that healthy machines log, too: a library is missing or registered twice.
-_HARMLESS = re.compile(
-    rb"cuInit|Unable to register cu\w+ factory|computation placer already registered|Cannot dlopen some GPU libraries"
-    rb"|Could not find TensorRT|Local rendezvous is aborting with status: OUT_OF_RANGE|exceeds 10% of free system memory",
-    re.IGNORECASE,
+_NOTICES = (
+    b"WARNING: All log messages before absl::InitializeLog() is called are written to STDERR",
+    b"rebuild TensorFlow with the appropriate compiler flags.",
+    b"ERROR:tensorflow:Worker /job:worker/replica:",  # a lost worker, before the task reports the loss itself
 )
-_NOTICE = re.compile(
-    rb"WARNING: All log messages before absl::InitializeLog\(\) is called are written to STDERR$"
-    rb"|To enable the following instructions: .*, rebuild TensorFlow with the appropriate compiler flags\.$"
+# Lines that may follow: of the task that has sent an error, and of tasks, one per line.
+_FURTHER = (
+    b"Additional GRPC error information from remote target ",
+    b":UNKNOWN:Error received from peer ",
+    b"/job:",
 )
-# TensorFlow's reports of a lost task: before the task reports the loss itself.
-_LOST_CONNECTION = re.compile(rb"\b(UNAVAILABLE|ABORTED|CANCELLED|DEADLINE_EXCEEDED)\b")
-_LOST_WORKER = re.compile(rb"ERROR:tensorflow:Worker /job:worker/replica:\d+/task:\d+ failed with ")
-_REMOTE_TASK = re.compile(rb"Additional GRPC error information from remote target |:UNKNOWN:Error received from peer ")
-_LISTED_TASK = re.compile(rb"/job:\w+/replica:\d+/task:\d+$")  # C++ messages list tasks, one per line
+# TensorFlow's words for a lost task.
+_LOST = (b"UNAVAILABLE", b"ABORTED", b"CANCELLED", b"DEADLINE_EXCEEDED")
 
 _is_set_here = False
 
@@ -59,19 +61,30 @@ def is_tensorflow_log(line: bytes, after_log: bool = False) -> bool:
         line: The line, without terminal control sequences.
         after_log: Whether the previous line was such a line.
     """
-    match = CXX_LINE.match(line)
-    if match:
-        level = match["absl"] or match["tsl"]
-        return level == b"I" or (level != b"F" and bool(_HARMLESS.search(match["text"])))
-    if _NOTICE.match(line) or _LOST_WORKER.match(line):
-        return True
-    return after_log and bool(_LISTED_TASK.match(line) or _REMOTE_TASK.match(line))
+    level, text = _parse(line)
+    if level:
+        return level == b"I" or (level != b"F" and any(part in text for part in _HARMLESS))
+    return any(part in line for part in _NOTICES) or (after_log and line.startswith(_FURTHER))
+
+
+def _parse(line: bytes) -> tuple[bytes, bytes]:
+    """Returns the level and the text of a line of the C++ log; an empty level for other lines.
+
+    The line has absl's form, `W0000 00:00:1795536441.651659    1998 port.cc:153] text`, or TensorFlow's, `2026-01-31 12:00:00.123456: W
+    tensorflow/core/x.cc:210] text`. absl's lines from Python code have the first form, with a .py file's name.
+    """
+    head, _, text = line.partition(b"]")
+    words = head.split()
+    if len(words) != 4 or not words[3].rpartition(b":")[0].endswith(_SOURCES):
+        return b"", b""
+    level = words[2] if words[1].endswith(b":") else words[0][:1]
+    return (level, text.strip()) if level in (b"I", b"W", b"E", b"F") else (b"", b"")
 
 
 def reports_lost_task(line: bytes) -> bool:
     """Returns whether a line of TensorFlow's C++ log reports that another task cannot be reached, or that its collectives are aborted."""
-    match = CXX_LINE.match(line)
-    return match is not None and bool(_LOST_CONNECTION.search(match["text"]))
+    level, text = _parse(line)
+    return bool(level) and any(word in text for word in _LOST)
 
 
 @contextlib.contextmanager

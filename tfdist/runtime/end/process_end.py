@@ -35,6 +35,9 @@ _leave = os._exit  # `run_to_the_end` replaces it for user code
 
 exit_code = 0  # of this process at its end, as far as it is known; other tasks read it
 amid_training = False  # whether sys.exit was called within a training
+note_end: Callable[[int], object] = (
+    bool  # tells the supervisor an exit code other than 0, and its cause; `ending` sets it
+)
 advice: Callable[[], str] = str  # returns how to continue the training, after a full stop; `progress` sets it
 _is_command = False  # whether this process is a command's own, and may be ended
 
@@ -55,6 +58,7 @@ def end(code: int, flush: bool = True) -> NoReturn:
                 stream.flush()
             except (AttributeError, OSError, ValueError):  # the stream is closed, or its reader has ended
                 pass
+    note_end(code)
     _leave(code)
     raise AssertionError
 
@@ -369,4 +373,5 @@ def _unfinished(caller: traceback.FrameSummary, function: str, code: object) -> 
     sys.stdout.flush()
     sys.stderr.flush()
     exit_code = code if isinstance(code, int) and code else 1
+    note_end(exit_code)
     return exit_code

@@ -75,6 +75,9 @@ class Progress:
         refused: Whether it ends because its backups cannot be used, also after a restart.
         lost: The loss of another task because of which it ends. The supervisor then reports the other task, and does not show the errors
             of this one: its log has them.
+        error: The error that ends its process, in one line.
+        kind: The kind of that end, an `ending.Kind`.
+        exit_code: The exit code of that end; None while it runs, and if it could not tell its end.
         repeated: The number of steps that the run has repeated after restarts; None until the task has counted them.
     """
 
@@ -91,6 +94,9 @@ class Progress:
     backed_up: bool = False
     refused: bool = False
     lost: Loss | None = None
+    error: str = ""
+    kind: str = ""
+    exit_code: int | None = None
     repeated: int | None = None
 
     def __post_init__(self) -> None:
@@ -360,6 +366,18 @@ def write_restarts(folder: str, restarts: int) -> None:
         OSError: The file cannot be written.
     """
     _write_job(folder, dataclasses.replace(_read_job(folder), restarts=restarts))
+
+
+def forget_end(folder: str, name: str) -> None:
+    """Removes the end from a task's record, before the task starts again alone.
+
+    Raises:
+        OSError: The file cannot be written.
+    """
+    record = read(folder, name)
+    if record.lost or record.kind:
+        record = dataclasses.replace(record, lost=None, error="", kind="", exit_code=None)
+        store(folder, {f"{name}{_SUFFIX}": json.dumps(vars(record)).encode().ljust(_BYTES)})
 
 
 def records(folder: str) -> dict[str, bytes]:

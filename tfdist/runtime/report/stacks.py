@@ -22,12 +22,12 @@ from typing import BinaryIO, NamedTuple
 import psutil
 
 from tfdist.runtime.end import hooks, process_end
-from tfdist.runtime.files import open_own, open_regular
+from tfdist.runtime.files import open_own, open_regular, read_file
 
 FOLDER = "TFDIST_LOGS"  # the environment variable with the folder of the tasks' logs
 SUFFIX = ".stacks"
 SIGNAL = signal.SIGUSR2
-HEADING = "tfdist: the stacks of "  # the start of the line above stacks in a log
+_FATAL = "Fatal Python error: "  # faulthandler's line before the stacks of a fatal signal
 
 _LIBRARY = tuple(f"{sysconfig.get_path(name)}{os.sep}" for name in ("stdlib", "platstdlib"))
 _INSTALLED = ("site-packages", "dist-packages")
@@ -40,7 +40,7 @@ _FRAME = re.compile(r'  File "(.*)", line (\d+) in (.*)')
 default_folder = ""  # used without that variable; `tfdist train` sets it to its folder of logs
 _file = -1  # the descriptor of this process's file; it stays open
 _path = pathlib.Path()  # this process's file
-_name = ""
+_task = ""
 
 
 def folder() -> str | None:
@@ -49,13 +49,13 @@ def folder() -> str | None:
 
 
 def listen(task: str) -> None:
-    """Makes this process write its stacks to `<task>.stacks` in the log folder when it gets SIGUSR2; does nothing without a folder.
+    """Makes this process write its stacks to `<task>.stacks` in the log folder at SIGUSR2 and at a fatal signal; does nothing without a folder.
 
     Returns without an effect if the program handles the signal itself, if the file cannot be written, or if a running process of the same
     task has it. `task` is the name in files, as `worker-1`.
     """
-    global _file, _path, _name
-    _name = task.replace("-", ":", 1)
+    global _file, _path, _task
+    _task = task
     place = folder()
     if place is None or _file >= 0 or signal.getsignal(SIGNAL) != signal.SIG_DFL:
         return
@@ -65,12 +65,14 @@ def listen(task: str) -> None:
         if _belongs_to_another(path):
             return
         descriptor = open_own(path, os.O_RDWR | os.O_TRUNC)
-        header = Header(_name, os.getpid(), socket.gethostname(), psutil.Process().create_time())
+        header = Header(task.replace("-", ":", 1), os.getpid(), socket.gethostname(), psutil.Process().create_time())
         os.write(descriptor, f"{json.dumps(header._asdict())}\n".encode())
         _file = descriptor
         _path = path
         hooks.at_end(hooks.Stage.FILES, remove_file)
         faulthandler.register(SIGNAL, file=_file, all_threads=True)
+        if not faulthandler.is_enabled():  # else the user wants them elsewhere
+            faulthandler.enable(_file)
     except OSError:  # a task trains without a file of stacks, too
         pass
 
@@ -94,18 +96,31 @@ def remove_file() -> None:
 
 
 def dump(reason: str) -> None:
-    """Writes the stacks of all threads to standard error, which is the task's log, in one piece, below a heading with the reason."""
+    """Writes the stacks of all threads to the task's log in one piece, below a heading with the reason; without a launcher, to standard error."""
+    name = _task.replace("-", ":", 1) or "this process"
     try:
         with tempfile.TemporaryFile() as file:
-            file.write(f"{HEADING}{_name or 'this process'}: {reason}\n".encode())
+            file.write(f"tfdist: the stacks of {name}: {reason}\n".encode())
             file.flush()
             faulthandler.dump_traceback(file=file, all_threads=True)
             file.seek(0)
             content = file.read()
         (sys.stderr or sys.__stdout__).flush()  # type: ignore[union-attr]
-        os.write(2, content)
+        log = os.path.join(os.environ.get(FOLDER, ""), f"{_task}.log")
+        # On a Ray node there is no log: the launcher's machine has it.
+        os.write(open_own(log, os.O_WRONLY | os.O_APPEND) if os.path.isfile(log) else 2, content)
     except (OSError, ValueError, RuntimeError):  # the caller reports an error that matters more
         pass
+
+
+def fatal_place(path: pathlib.Path) -> str:
+    """Returns the line of the user's program at which a fatal signal has ended a task; empty if it has left no stacks in its file."""
+    try:
+        _, is_fatal, text = read_file(path).decode(errors="replace").rpartition(_FATAL)
+    except OSError:
+        return ""
+    *others, main = parse(text) or [[]]
+    return place(main, others) if is_fatal else ""
 
 
 class Header(NamedTuple):
