@@ -1,4 +1,5 @@
-"""Trains models whose variables live as pieces. Arguments: strategy, output folder, the mesh as `1x2`, and cases.
+"""Trains models whose variables live as pieces. Arguments: strategy, output folder, the mesh as `1x2`, and cases. `slots` in place of a mesh
+stands for whole variables with split slots.
 
 Stores for each case the losses, the weights, and the elements of this worker's weights and slots. A case of `ERRORS` stores the text of an error.
 In one process, it stores what stock Keras computes on one device.
@@ -18,11 +19,13 @@ import tfdist
 from tests.multiprocess import harness
 
 strategy, out, shape, *chosen = sys.argv[1:]
-sizes = tuple(map(int, shape.split("x")))
 is_cluster = strategy == "multi_worker_mirrored"
 layout_map = None
 trainer = None
-if is_cluster:
+if shape == "slots":
+    trainer = tfdist.Trainer(strategy, shard_optimizer=True, **harness.transport())
+elif is_cluster:
+    sizes = tuple(map(int, shape.split("x")))
     devices = [f"worker:{rank}" for rank in range(sizes[0] * sizes[1])]
     mesh = keras.distribution.DeviceMesh(sizes, ("batch", "model"), devices)
     layout_map = keras.distribution.LayoutMap(mesh)

@@ -78,9 +78,9 @@ def train(optimizer, frozen=False, x=X, embeds=True, **compiled):
 def bytes_of(optimizer):
     """Returns the bytes of an optimizer's state in this process."""
     components = []
-    for variable in piece_optimizer.all_variables(optimizer):
+    for variable in optimizer.variables:
         if isinstance(variable, SplitSlot):
-            components.append(variable.piece)
+            components += variable.variables()
         else:
             components += trainer.strategy.experimental_local_results(variable.value)
     return sum(component.dtype.size * component.shape.num_elements() for component in components)
@@ -127,7 +127,7 @@ def rounded():
     finally:
         set_options(trainer.strategy, weights_dtype="float32")
     master = piece_optimizer.state_variables(model.optimizer)[-1]
-    return weights, (next(master.stored())[0][0].start, master.piece.numpy())
+    return weights, (master.holder.index[0].start, master.value.numpy())
 
 
 OPTIMIZERS = {

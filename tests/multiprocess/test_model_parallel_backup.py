@@ -12,11 +12,13 @@ PROGRAM = "model_parallel_backup_program"
 STEPS = 40
 
 
+EPOCHS = 2
 SIZES = {"1x1": 1, "1x2": 2, "2x1": 2, "2x2": 4}
 
 
-def train(runs, mesh, case, folder="", interruption="", strategy=WORKERS):
-    ranks, _ = runs(strategy, PROGRAM, mesh, case, str(folder), interruption, size=SIZES[mesh])
+def train(runs, mesh, case, folder="", interruption="", strategy=WORKERS, epochs=EPOCHS, size=0):
+    arguments = mesh, case, str(folder), interruption, str(epochs)
+    ranks, _ = runs(strategy, PROGRAM, *arguments, size=size or SIZES[mesh])
     return ranks
 
 
@@ -57,7 +59,7 @@ def test_a_training_with_a_killed_worker_ends_with_the_same_bits(runs, tmp_path,
     whole = train(runs, mesh, case, tmp_path / "whole")
     folder, out = tmp_path / "backups", tmp_path / "out"
     out.mkdir()
-    arguments = mesh, case, str(folder), f"SIGKILL-{killed}"
+    arguments = mesh, case, str(folder), f"SIGKILL-{killed}", str(EPOCHS)
     resumed = harness.run(PROGRAM, WORKERS, out, *arguments, size=SIZES[mesh], restarts=1)
     assert (out / "sent").exists()
     check_equal(resumed, whole, {STEPS - 3, STEPS - 6})  # the newest complete backup
@@ -74,3 +76,16 @@ def test_a_training_continues_in_another_mesh_and_on_one_device(runs, tmp_path):
             assert rank["steps"] == STEPS - steps
             assert harness.difference(rank["weights"], stock["weights"]) < 1e-5
             assert harness.difference(rank["slots"], stock["slots"]) < 1e-5
+
+
+@pytest.mark.full
+def test_values_that_are_split_in_one_way_continue_split_in_another(runs, tmp_path):
+    """An epoch each: a mesh, ranges of slots on three workers and on two, a mesh, and one device."""
+    ways = [("1x2", 2), ("slots", 3), ("slots", 2), ("1x2", 2), ("1x1", 1)]
+    (stock,) = train(runs, "1x1", "dense", strategy="stock", epochs=len(ways))
+    for epoch, (split, size) in enumerate(ways, 1):
+        strategy = WORKERS if size > 1 else "one_device"
+        ranks = train(runs, split, "dense", tmp_path / "backups", strategy=strategy, epochs=epoch, size=size)
+        assert {rank["steps"] for rank in ranks} == {STEPS // EPOCHS}
+    assert harness.difference(ranks[0]["weights"], stock["weights"]) < 1e-5
+    assert harness.difference(ranks[0]["slots"], stock["slots"]) < 1e-5

@@ -66,7 +66,7 @@ def test_split_state_gives_the_same_bits(runs, strategy, workers, transport, cas
 def test_each_worker_holds_its_part_and_says_so(runs):
     ranks, out = run(runs, QUICK[0])
     log = next((out / "logs").glob("*worker-0*")).read_text()
-    lines = re.findall(r"optimizer state: ([\d.]+) MB on each of 2 workers instead of ([\d.]+);", log)
+    lines = re.findall(r"optimizer state: ([\d.]+) MB on each of 2 workers instead of ([\d.]+)", log)
     assert len(lines) >= len(QUICK)
     for (own, every), case in zip(lines, QUICK, strict=False):
         scalars = 2 * 8  # the number of updates, and the learning rate

@@ -16,8 +16,8 @@ _BFLOAT16 = "bfloat16"  # HDF5 does not know it: Keras writes bytes, and the nam
 
 
 def new_dataset(store: Any, key: str, shape: Sequence[int], dtype: tf.DType) -> Any:
-    """Returns a new HDF5 dataset of an entry of Keras' store; None for a store or dtype that takes only whole arrays."""
-    if type(store) is not saving_lib.H5IOStore or dtype.name == _BFLOAT16:
+    """Returns a new HDF5 dataset of an entry of Keras' store; None for a store, shape or dtype that takes only whole arrays."""
+    if type(store) is not saving_lib.H5IOStore or dtype.name == _BFLOAT16 or not shape:
         return None
     if not store._h5_entry_initialized:
         store._create_h5_group(store._h5_entry_path)

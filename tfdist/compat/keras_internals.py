@@ -173,7 +173,6 @@ KERAS_MOVE_AVERAGES = "_update_model_variables_moving_average"
 KERAS_OVERWRITE = "_overwrite_model_variables_with_average_value"
 KERAS_TRAINABLE = "_trainable_variables"
 KERAS_VARIABLES = "_variables"
-KERAS_TRACKER = "_tracker"
 KERAS_RATE = "_learning_rate"
 
 
@@ -186,36 +185,6 @@ def trainable_variables(optimizer: keras.optimizers.Optimizer) -> Variables:
     """Returns the variables that an optimizer was built with."""
     variables: Sequence[Any] = getattr(optimizer, KERAS_TRAINABLE)
     return variables
-
-
-def build_without_slots(optimizer: keras.optimizers.Optimizer, variables: Variables) -> None:
-    """Builds an optimizer with the variables that it updates, without its slots. It has gradient accumulators if it accumulates."""
-    use_ema = optimizer.use_ema
-    optimizer.use_ema = False
-    try:
-        keras.optimizers.Optimizer.build(optimizer, list(variables))
-    finally:
-        optimizer.use_ema = use_ema
-
-
-def remove_slots(optimizer: keras.optimizers.Optimizer) -> list[keras.Variable]:
-    """Removes the slots of a built optimizer, as if it were built by `build_without_slots`; returns them in Keras' order."""
-    kept = [*OPTIMIZER_SCALARS, GRADIENT_ACCUMULATOR]
-    slots = [v for v in optimizer.variables if not v.name.endswith(tuple(kept))]
-    numbers = {id(slot) for slot in slots}
-    for name, value in list(vars(optimizer).items()):
-        held = [value]
-        if isinstance(value, list):
-            held = value
-        if name != KERAS_VARIABLES and held and all(id(each) in numbers for each in held):
-            delattr(optimizer, name)
-    # As in Keras' constructor: TensorFlow tracks the list, and Keras' tracker, which exists only afterwards, fills it.
-    tracker = vars(optimizer).pop(KERAS_TRACKER)
-    setattr(optimizer, KERAS_VARIABLES, [v for v in optimizer.variables if id(v) not in numbers])
-    vars(optimizer)[KERAS_TRACKER] = tracker
-    is_variable, _ = tracker.config["variables"]
-    tracker.config["variables"] = (is_variable, getattr(optimizer, KERAS_VARIABLES))
-    return slots
 
 
 def slots(optimizer: keras.optimizers.Optimizer) -> Iterator[tuple[keras.Variable, str, keras.Variable]]:
@@ -237,6 +206,12 @@ def variable_index(optimizer: keras.optimizers.Optimizer, variable: keras.Variab
         if candidate is variable:
             return index
     raise KeyError(variable)
+
+
+def variable_key(optimizer: keras.optimizers.Optimizer, variable: keras.Variable) -> str:
+    """Returns the key by which an optimizer knows a variable."""
+    key: str = optimizer._var_key(variable)
+    return key
 
 
 def step_counter(optimizer: keras.optimizers.Optimizer) -> keras.Variable:
@@ -331,16 +306,16 @@ def apply_scaled(
     optimizer: keras.optimizers.LossScaleOptimizer,
     grads: Sequence[Gradient],
     variables: Variables | None,
+    finite: tf.Tensor,
     cond: Callable[..., None],
 ) -> None:
-    """Updates with scaled gradients if they are finite, as `LossScaleOptimizer.apply` does. In replica context.
+    """Updates with scaled gradients if all of them are `finite`, as `LossScaleOptimizer.apply` does. In replica context.
 
     `cond` replaces `tf.cond`, which does not order the collectives of an update among those around it.
     """
 
     def apply(strategy: tf.distribute.Strategy, grads: Sequence[Gradient], variables: Variables | None) -> None:
         call = strategy.extended.call_for_each_replica
-        finite = strategy.experimental_local_results(call(optimizer.check_finite, args=(grads,)))[0]
         update = functools.partial(call, getattr(optimizer, KERAS_UPDATE_SCALED), args=(grads, variables))
         cond(finite, update, getattr(optimizer, KERAS_SKIP_SCALED))
 
@@ -383,6 +358,12 @@ KERAS_GLOBAL_GENERATOR = "global_seed_generator"
 def raw_value(variable: keras.Variable) -> tf.Variable:
     """Returns the TensorFlow variable of a Keras variable, also inside a StatelessScope."""
     return getattr(variable, KERAS_VALUE)
+
+
+def replace_value(variable: keras.Variable, new: tf.Variable) -> None:
+    """Replaces the TensorFlow variable of a Keras variable."""
+    setattr(variable, KERAS_VALUE, new)
+    variable._shape = tuple(new.shape)
 
 
 def uncast_value(variable: keras.Variable) -> tf.Variable | tf.Tensor:

@@ -1,4 +1,4 @@
-"""Keras variables of which this process holds a piece, and the slots that an optimizer has for them.
+"""Keras variables of which this process holds a piece, by a layout.
 
 A variable has the shape of the whole value for layers and files. Its `piece` is an ordinary Keras variable with this process's elements,
 which optimizers update.
@@ -6,44 +6,27 @@ which optimizers update.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from typing import Any, Protocol, TypeGuard
 
 import keras
-import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import stateless_scope
 
-from tfdist.compat import keras_internals
-from tfdist.compat.split_value import SplitValue, is_read_by_all
-from tfdist.sharding.split import Split
+from tfdist.compat import split_value
+from tfdist.compat.split_value import SplitVariable, is_read_by_all
 
 
-class Holder(Protocol):
+class Holder(split_value.Holder, Protocol):
     """Converts between whole values and this process's piece, for one layout."""
-
-    @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole value."""
 
     @property
     def copies(self) -> int:
         """The number of processes of a group that hold the same piece."""
 
     @property
-    def split(self) -> Split:
-        """The elements that each process stores."""
-
-    @property
-    def rank(self) -> int:
-        """The number of this process in `split`."""
-
-    @property
     def axis(self) -> int | None:
         """The dimension that is split in one part for each process of the group, if no other one is split; else None."""
-
-    def join(self, piece: tf.Tensor) -> tf.Tensor:
-        """Returns the whole value. A collective."""
 
     def cut(self, whole: tf.Tensor) -> tf.Tensor:
         """Returns this process's piece of a whole value."""
@@ -55,38 +38,10 @@ class Holder(Protocol):
         """Assigns this process's piece of a whole value."""
 
 
-class _LaidOut(SplitValue):
-    """The parts of a value in a mesh, for variables and slots."""
+class LaidOutVariable(SplitVariable):
+    """A variable of which this process holds a piece. The first read of its value in a step is a collective, and each read outside of steps."""
 
     holder: Holder
-
-    @property
-    def split(self) -> Split:  # type: ignore[override]
-        return self.holder.split
-
-    @property
-    def held(self) -> Sequence[int]:  # type: ignore[override]
-        return (self.holder.rank,)
-
-    def variables(self) -> Sequence[tf.Variable]:
-        return (keras_internals.raw_value(self),)
-
-    def _read_alone(self, chunk: np.ndarray, begin: int) -> None:
-        """A collective of the processes of a group."""
-        whole = self.holder.join(self.variables()[0].read_value())
-        chunk[...] = whole[begin : begin + len(chunk)].numpy()
-
-    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
-        return np.asarray(self.numpy(), dtype)
-
-
-class LaidOutVariable(_LaidOut, keras.Variable):
-    """A variable of which this process holds a piece. The first read of its value in a step is a collective, and each read outside of steps.
-
-    Attributes:
-        holder: Its `Holder`.
-    """
-
     _piece: keras.Variable | None = None
 
     @property
@@ -128,40 +83,15 @@ class LaidOutVariable(_LaidOut, keras.Variable):
         self.holder.write(self._value, value)
 
 
-class LaidOutSlot(_LaidOut, keras.Variable):
-    """A slot of an optimizer for the piece of a variable: a piece for updates, and the whole slot for files."""
-
-    def assign(self, value: Any) -> Any:
-        value = tf.convert_to_tensor(value, self._value.dtype)
-        if tuple(value.shape) == self.holder.shape and value.shape != self._value.shape:
-            value = self.holder.cut(value)
-        return super().assign(value)
-
-
-def lay_out(variable: keras.Variable, holder: Holder) -> None:
-    """Makes a variable that is being created a `LaidOutVariable`; its tf.Variable will have the shape of the piece."""
-    variable.__class__ = LaidOutVariable
-    variable.holder = holder
-
-
-def lay_out_slots(slots: Iterable[tuple[keras.Variable, keras.Variable]], variables: Iterable[keras.Variable]) -> None:
-    """Makes the slots of the pieces of `variables` `LaidOutSlot`s; `slots` are pairs of a piece and a slot."""
-    holders = {id(variable.piece): variable.holder for variable in variables if is_laid_out(variable)}
-    for piece, slot in slots:
-        if id(piece) in holders:
-            slot.__class__ = LaidOutSlot
-            slot.holder = holders[id(piece)]
-
-
 def copies(variable: Any) -> int:
     """Returns the number of processes of a group that hold the same piece of a variable, or of a piece of one; 0 if each holds the whole."""
     holder = getattr(variable, "holder", None)
     return holder.copies if holder else 0
 
 
-def is_laid_out(variable: object) -> TypeGuard[LaidOutVariable | LaidOutSlot]:
-    """Returns whether this process holds a piece of a variable or slot."""
-    return isinstance(variable, (LaidOutVariable, LaidOutSlot))
+def is_laid_out(variable: object) -> TypeGuard[LaidOutVariable]:
+    """Returns whether this process holds a piece of a variable."""
+    return isinstance(variable, LaidOutVariable)
 
 
 def pieces(variables: Iterable[Any]) -> list[Any]:

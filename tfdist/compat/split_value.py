@@ -7,12 +7,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import Any, TypeGuard
+from typing import Any, Protocol, TypeGuard
 
+import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_files
+from tfdist.compat import keras_files, keras_internals
 from tfdist.errors import ConfigError
 from tfdist.sharding.split import CHUNK_BYTES, Index, Split, shape_of, view
 
@@ -121,29 +122,70 @@ class SplitValue:
         self.assign(keras_files.dataset(store, key))
 
 
-class SplitSlot(SplitValue):
-    """A slot of an optimizer of which each process holds a range. It stands for the whole slot that Keras would create.
+class Holder(Protocol):
+    """The place of this process's piece in a variable, and in the optimizer's slots of it."""
+
+    @property
+    def split(self) -> Split:
+        """The elements that each process stores."""
+
+    @property
+    def rank(self) -> int:
+        """The number of this process in `split`."""
+
+    @property
+    def index(self) -> Index:
+        """The elements that this process holds; with equal pieces, another one may store them."""
+
+    def join(self, piece: tf.Tensor) -> tf.Tensor:
+        """Returns the whole value. A collective, or an error if one process cannot have it."""
+
+
+class SplitVariable(SplitValue, keras.Variable):
+    """A variable of Keras with this process's elements, which stands for the whole value.
 
     Attributes:
-        piece: The variable with this process's elements.
+        holder: Its `Holder`.
     """
 
-    def __init__(self, path: str, split: Split, process: int, piece: tf.Variable):
-        self.path = path
-        self.dtype = piece.dtype
-        self.split = split
-        self.shape = split.shape
-        self.held = (process,)
-        self.piece = piece
+    holder: Holder
+
+    @property
+    def split(self) -> Split:  # type: ignore[override]
+        return self.holder.split
+
+    @property
+    def held(self) -> Sequence[int]:  # type: ignore[override]
+        return (self.holder.rank,)
 
     def variables(self) -> Sequence[tf.Variable]:
-        return (self.piece,)
+        return (keras_internals.raw_value(self),)
 
-    def assign(self, whole: Any) -> None:
-        (process,) = self.held
-        index = self.split.indices[process]
-        assert index is not None  # noqa: S101 (for the type checker)
-        self.piece.assign(view(np.ascontiguousarray(whole), index))
+    def _read_alone(self, chunk: np.ndarray, begin: int) -> None:
+        whole = self.holder.join(self.variables()[0].read_value())
+        chunk[...] = whole[begin : begin + len(chunk)].numpy()
+
+    def __array__(self, dtype: Any = None, copy: bool | None = None) -> Any:
+        return np.asarray(self.numpy(), dtype)
+
+
+class SplitSlot(SplitVariable):
+    """A slot of an optimizer for the piece of a variable: a piece for updates, and the whole slot for files."""
+
+    def assign(self, value: Any) -> Any:
+        if tuple(value.shape) == self.split.shape and value.shape != self.shape:
+            value = view(np.ascontiguousarray(value), self.holder.index)
+        return super().assign(value)
+
+
+def become(variable: keras.Variable, kind: type[SplitVariable], holder: Any) -> Any:
+    """Makes a variable of Keras one of a value that is split, in place, and returns it.
+
+    Layers and optimizers create variables themselves, and neither they nor Keras take another class or shape for them.
+    """
+    variable.__class__ = kind
+    variable.holder = holder
+    return variable
 
 
 def is_split(value: object) -> TypeGuard[SplitValue]:

@@ -7,14 +7,12 @@ from collections.abc import Sequence
 import keras
 import tensorflow as tf
 
-from tfdist.aliases import Gradient, Structure, Variables
-from tfdist.collectives.communicator import communicator_for
+from tfdist.aliases import Gradient, Variables
 from tfdist.compat import keras_internals, laid_out
-from tfdist.compat.tf_internals import regroup
 from tfdist.gradients import gradient_lists
 from tfdist.gradients.way import Batch, Rest, Stage
+from tfdist.gradients.whole import norms_squared
 from tfdist.layers.table import is_own, table_of
-from tfdist.strategy import as_ours
 
 
 class ClipOnReplica:
@@ -56,7 +54,7 @@ class ClipByWholeNorms(Stage):
         keras_internals.clip_unless(optimizer, lambda: needs_whole_norms(optimizer, variables))
         # Replicas have rows in common, whose squares must not be added before the rows are.
         grads = gradient_lists.deduplicate_rows(batch.grads)
-        factors = _factors(optimizer, _norms_squared(grads, batch.variables), batch.variables)
+        factors = _factors(optimizer, norms_squared(grads, batch.variables), batch.variables)
         clipped = [gradient_lists.scale([grad], factor)[0] for grad, factor in zip(grads, factors, strict=True)]
         return rest(batch.of(clipped))
 
@@ -69,29 +67,6 @@ def needs_whole_norms(optimizer: keras.optimizers.Optimizer, variables: Variable
             for variable in variables
         )
     return bool(optimizer.global_clipnorm) and any(is_own(each) or laid_out.copies(each) for each in variables)
-
-
-def _norms_squared(grads: Sequence[Gradient], variables: Variables) -> list[tf.Tensor]:
-    """Returns the square of the norm of each whole gradient; of a table's variables that of the variable. Within a replica."""
-    squares = []
-    for grad in grads:
-        values = grad.values if isinstance(grad, tf.IndexedSlices) else grad
-        squares.append(tf.reduce_sum(tf.square(tf.cast(values, tf.float32))))
-    rows = [index for index, variable in enumerate(variables) if is_own(variable)]
-    if rows:
-        context = tf.distribute.get_replica_context()
-        total = context.merge_call(_sum_over_workers, args=(tf.stack([squares[index] for index in rows]),))
-        for index, square in zip(rows, tf.unstack(total, len(rows)), strict=True):
-            squares[index] = square
-    pieces = {index: copies for index, each in enumerate(variables) if (copies := laid_out.copies(each))}
-    if pieces:
-        # A piece that several workers hold counts once.
-        own = tf.stack([squares[index] / copies for index, copies in pieces.items()])
-        ours = as_ours(tf.distribute.get_strategy())
-        assert ours is not None  # noqa: S101 (for the type checker: only strategies of tfdist have pieces)
-        for index, square in zip(pieces, tf.unstack(ours.sum_over_pieces(own), len(pieces)), strict=True):
-            squares[index] = square
-    return squares
 
 
 def _factors(
@@ -110,12 +85,3 @@ def _factors(
     most = optimizer.global_clipnorm
     # NaN if the norm is not finite.
     return [most * tf.minimum(1 / norm, 1 / most) + (norm - norm)] * len(squares)
-
-
-def _sum_over_workers(strategy: tf.distribute.Strategy, squares: Structure) -> Structure:
-    """Returns the sums over the workers, in the order of `tree`. In cross-replica context."""
-    group = communicator_for(strategy)
-    own, *copies = strategy.experimental_local_results(squares)
-    # The replicas of a worker have the same rows.
-    totals = group.all_reduce([[own], *([tf.zeros_like(copy)] for copy in copies)])
-    return regroup(tuple(total for (total,) in totals))

@@ -7,6 +7,7 @@ from collections.abc import Callable
 import tensorflow as tf
 
 from tfdist.collectives.communicator import communicator_for
+from tfdist.config.strategy_traits import traits_of
 from tfdist.strategy import as_ours
 
 
@@ -16,4 +17,4 @@ def cond_of(strategy: tf.distribute.Strategy) -> Callable[..., None]:
     if ours and ours.mesh and ours.mesh.group.processes > 1:
         cond: Callable[..., None] = ours.mesh.group.cond
         return cond
-    return communicator_for(strategy).cond
+    return communicator_for(strategy).cond if traits_of(strategy).compresses else tf.cond

@@ -6,18 +6,13 @@ import keras
 import tensorflow as tf
 
 from tfdist.compat import optimizer_search
-from tfdist.config.strategy_traits import traits_of
-from tfdist.gradients import gradient_lists
 from tfdist.gradients.conditions import cond_of
 from tfdist.gradients.optimizer import update_of
 from tfdist.gradients.way import Batch, Rest, Stage
-from tfdist.strategy import as_ours
 
 
 class FiniteUpdates(Stage):
-    """Skips updates whose reduced gradients are not finite, and counts them, for the NaN policies `stop` and `skip`.
-
-    All replicas test the same sum and decide the same, so the update may contain collectives.
+    """Skips updates whose gradients are not finite, and counts them, for the NaN policies `stop` and `skip`.
 
     Attributes:
         skipped: The number of updates that this process has skipped.
@@ -33,21 +28,12 @@ class FiniteUpdates(Stage):
 
     def __call__(self, batch: Batch, rest: Rest) -> None:
         strategy = tf.distribute.get_strategy()
-        local = strategy.experimental_local_results
-        finite = batch.finite
-        if finite is None:
-            zero_or_nan = gradient_lists.nan_unless_finite([local(grad)[0] for grad in batch.grads])
-            ours = as_ours(strategy)
-            if ours:
-                zero_or_nan = ours.sum_over_pieces(zero_or_nan)
-            finite = tf.math.is_finite(zero_or_nan)
 
         def skip() -> None:
-            for count in local(self.skipped):
+            for count in strategy.experimental_local_results(self.skipped):
                 count.assign_add(1)
 
-        cond = cond_of(strategy) if traits_of(strategy).compresses else tf.cond
-        cond(finite, lambda: rest(batch), skip)
+        cond_of(strategy)(batch.finite, lambda: rest(batch), skip)
 
 
 def skip_non_finite(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strategy) -> None:

@@ -83,12 +83,6 @@ def nan_unless_finite(grads: Sequence[Gradient]) -> tf.Tensor:
     return tf.where(tf.reduce_all(finite), 0.0, float("nan"))
 
 
-def propagate_non_finite(grads: Sequence[Gradient]) -> list[Gradient]:
-    """Returns this replica's gradients, or NaN if any replica's gradient is not finite. Costs one scalar all-reduce."""
-    (zero_or_nan,) = all_reduce(tf.distribute.ReduceOp.SUM, [nan_unless_finite(grads)])
-    return add_scalar(grads, zero_or_nan)
-
-
 def with_static_shapes(grads: Sequence[Gradient], variables: Variables) -> list[Gradient]:
     """Returns the gradients, dense ones with their variables' static shapes, which some operations lose."""
     shaped = list(grads)

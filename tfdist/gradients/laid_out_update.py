@@ -9,6 +9,8 @@ import tensorflow as tf
 
 from tfdist.aliases import Variables
 from tfdist.compat import keras_internals, laid_out, model_features
+from tfdist.compat.piece_optimizer import PieceOptimizer
+from tfdist.compat.split_value import is_split
 from tfdist.config import relations
 from tfdist.feature import Feature
 from tfdist.runtime.log import logger
@@ -53,11 +55,10 @@ def update_pieces(optimizer: keras.optimizers.Optimizer, strategy: Strategy) -> 
     keras_build = optimizer.build
     keras_finalize = optimizer.finalize_variable_values
     setattr(optimizer, _UPDATES_PIECES, True)
+    PieceOptimizer(optimizer, lambda piece: getattr(piece, "holder", None))
 
     def build(variables: Variables) -> None:
         keras_build(laid_out.pieces(variables))
-        slots = [(piece, slot) for piece, _, slot in keras_internals.slots(optimizer)]
-        laid_out.lay_out_slots(slots, variables)
         if strategy.mesh.rank == 0:
             strategy.mesh.warn_of_unmatched(variables[0].path)
             own, whole = _bytes([*variables, *optimizer.variables])
@@ -77,7 +78,7 @@ def _bytes(variables: Variables) -> tuple[int, int]:
     whole = 0
     for variable in variables:
         value = keras_internals.raw_value(variable)
-        shape = variable.holder.shape if laid_out.is_laid_out(variable) else value.shape
+        shape = variable.split.shape if is_split(variable) else value.shape
         own += value.shape.num_elements() * value.dtype.size
         whole += tf.TensorShape(shape).num_elements() * value.dtype.size
     return own, whole

@@ -21,7 +21,6 @@ from tfdist.collectives.communicator import check_compresses
 from tfdist.compat import keras_internals, laid_out, optimizer_search, tf_internals, unsupported
 from tfdist.compression.base import NONE, Compressor
 from tfdist.config import CompressionConfig
-from tfdist.config.strategy_traits import traits_of
 from tfdist.errors import ConfigError
 from tfdist.feature import Feature
 from tfdist.gradients import gradient_lists, worker_tables
@@ -30,7 +29,7 @@ from tfdist.gradients.conditions import cond_of
 from tfdist.gradients.reduction import Reduction
 from tfdist.gradients.summing import mark_gradients_ready, sum_in_step
 from tfdist.gradients.tape_sums import GradientsUsedError
-from tfdist.gradients.update import IfFinite, Update, deduplicate_rows_before_update
+from tfdist.gradients.update import FindFinite, IfFinite, Update, deduplicate_rows_before_update
 from tfdist.gradients.way import Batch, Each, End, Stage, run
 from tfdist.replicas import step_context
 
@@ -193,37 +192,34 @@ class _ReduceThenApply:
         stages: list[Stage] = [Each(lambda grads, _: gradient_lists.deduplicate_rows(grads))]
         if worker_tables.own_indices(grads, variables):
             worker_tables.check(update.leaf, update.clip is not None)
-            if decides or update.reduction:
-                stages.append(Each(worker_tables.agree_on_finite))
-        if update.accumulates:
-            # The sums are reduced once per update, but whether a step counts is decided now, by all replicas together.
-            if decides:
-                stages.append(Each(lambda grads, _: gradient_lists.propagate_non_finite(grads)))
-        elif update.clip:
+        if update.clip and not update.accumulates:
             clip = update.clip
             stages.append(Each(lambda grads, _: clip.clipped(grads, self._scale())))
         if context and not (update.accumulates or are_sums):
             stages.append(Each(gradient_lists.with_static_shapes))  # by which buckets are filled
             # Residuals of a compressor are kept unscaled.
-            stages += update.sum_stages(lambda: self._optimizer.dynamic_scale if update.scaled else None, decides)
+            stages += update.sum_stages(lambda: self._optimizer.dynamic_scale if update.scaled else None)
+        compressed = bool(update.reduction) and not update.accumulates
+        if context and (decides or compressed):
+            # Gradients that are accumulated are summed once per update, but whether a step counts is decided now.
+            stages.append(FindFinite(differ=update.accumulates or (update.scatters and not are_sums)))
         if context and update.finite:
             stages.append(update.finite)
-        elif context and update.reduction and not (update.accumulates or update.scaled):
-            stages.append(IfFinite())  # a `LossScaleOptimizer` itself skips such updates
+        elif context and compressed and not update.scaled:
+            stages.append(IfFinite())  # `_apply` skips those with a loss scale
         return stages
 
     def _variables(self, variables: Variables | None) -> Variables:
         """Returns the variables of gradients; None means those of the optimizer."""
         return self._update.variables if variables is None else variables
 
-    def _apply(self, grads: Sequence[Gradient], variables: Variables) -> None:
-        grads = gradient_lists.with_divisible_rows(grads)
-        context = tf.distribute.get_replica_context()
-        ordered = context and traits_of(context.strategy).compresses and self._update.scaled and self._optimizer.built
-        if ordered:
-            keras_internals.apply_scaled(self._optimizer, grads, variables, cond_of(context.strategy))
+    def _apply(self, batch: Batch) -> None:
+        grads = gradient_lists.with_divisible_rows(batch.grads)
+        if batch.finite is not None and self._update.scaled and self._optimizer.built:
+            cond = cond_of(tf.distribute.get_strategy())
+            keras_internals.apply_scaled(self._optimizer, grads, batch.variables, batch.finite, cond)
         else:
-            self._keras_apply(grads, variables)
+            self._keras_apply(grads, batch.variables)
 
     def _check_built(self) -> None:
         if self._optimizer.built:

@@ -117,9 +117,6 @@ class Reduction(tf.Module):
         # which may overflow. Both are equal on all ranks, so all ranks take the same branch below.
         finite = tf.math.is_finite(finite_flags[0][0] + gradient_lists.nan_unless_finite(reduced[0]))
         self._store_if(finite, results, owners)
-        if scale is not None:
-            # Compression may turn a NaN into a finite value. Restore the NaN, because `LossScaleOptimizer` lowers its scale on NaN.
-            reduced = [gradient_lists.scale(values, tf.where(finite, 1.0, float("nan"))) for values in reduced]
         return [regroup(per_replica) for per_replica in zip(*reduced, strict=True)], finite
 
     def _sum_dense(

@@ -1,7 +1,7 @@
 """The update of a large table, such as an embedding's, by the rows that a gradient has.
 
 Keras' optimizers compute with the whole table in each step, so that a step takes longer the larger the table is. Here Keras' own formula
-runs on the rows of the gradient and on the same rows of the optimizer's slots (`compat/row_optimizer.py`).
+runs on the rows of the gradient and on the same rows of the optimizer's slots (`compat/piece_optimizer.py`).
 
 An exact optimizer leaves a row without a gradient, and its slots, as they are, so the result is Keras'. Any other optimizer that updates
 each element independently may be used as LazyAdam uses Adam: slots decay, and weights move, only when their row has a gradient.
@@ -17,7 +17,7 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient
-from tfdist.compat import keras_internals, model_features, row_optimizer
+from tfdist.compat import keras_internals, model_features, piece_optimizer
 from tfdist.config import relations
 from tfdist.feature import Feature
 from tfdist.layers import row_lookups
@@ -54,14 +54,14 @@ class RowUpdate:
     def __call__(self, gradient: Gradient, variable: tf.Variable, learning_rate: keras.Variable | float) -> None:
         with self._seeds.equal(variable):
             if self._is_by_rows(gradient, variable):
-                row_optimizer.update_rows(self._optimizer, gradient, variable, learning_rate)
+                piece_optimizer.update_rows(self._optimizer, gradient, variable, learning_rate)
             else:
                 self._update_whole(gradient, variable, learning_rate)
 
     def _is_by_rows(self, gradient: Gradient, variable: tf.Variable) -> bool:
         if self.mode == "off" or not isinstance(gradient, tf.IndexedSlices):
             return False
-        table = table_of(row_optimizer.variable_of(self._optimizer, variable)) or variable
+        table = table_of(piece_optimizer.variable_of(self._optimizer, variable)) or variable
         if table.shape[0] < MIN_ROWS:
             return False
         asked = {

@@ -1,8 +1,8 @@
 """The update of an optimizer whose slots are split over the processes: each updates its pieces, then all gather the weights.
 
 The variables are in buckets, as in the sum of gradients. Each process holds one part of a bucket: of some variables all elements, of
-others a range. The reduction gives each process the sum for its part. A copy of the user's optimizer, built on the pieces, updates
-them; only the copy has slots. Replicas of one process share its pieces.
+others a range. The reduction gives each process the sum for its part. The user's optimizer updates it; its slots have the shapes of the
+pieces. Replicas of one process share its pieces.
 
 The bits are those of an update of whole variables: the optimizer updates each element independently, and the sum of gradients is the same.
 Sparse gradients become dense pieces, which RMSprop, Adagrad, Adadelta and Ftrl may round differently from rows.
@@ -13,15 +13,14 @@ from __future__ import annotations
 import dataclasses
 import math
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 import keras
 import tensorflow as tf
 
 from tfdist.aliases import Gradient, Variables
 from tfdist.collectives.communicator import DeviceCommunicator, communicator_for
-from tfdist.compat import keras_internals, model_features, piece_optimizer
-from tfdist.compat.piece_optimizer import Piece
+from tfdist.compat import keras_internals, model_features
+from tfdist.compat.piece_optimizer import Piece, PieceOptimizer
 from tfdist.compression.base import NONE
 from tfdist.compression.buckets import assign_buckets
 from tfdist.config import relations
@@ -33,7 +32,6 @@ from tfdist.sharding.split import Split, split_bucket
 ELEMENTWISE = model_features.ELEMENTWISE
 # A variable is cut at multiples of a CPU's largest vector: Eigen rounds rsqrt differently in elements that do not fill a vector.
 _ALIGNMENT = 32
-_FLAG_LANE = -4  # a lane that no bucket uses
 
 
 class ShardedUpdate:
@@ -51,6 +49,7 @@ class ShardedUpdate:
         self._process = self._group.ranks[0] // len(self._group.ranks)
         self._buckets: list[_Bucket] = []
         self._pieces: list[Piece] = []
+        self._keras = PieceOptimizer(optimizer, self._piece_of)
 
     @property
     def clips_by_norm(self) -> bool:
@@ -58,20 +57,19 @@ class ShardedUpdate:
         return bool(self._optimizer.clipnorm or self._optimizer.global_clipnorm)
 
     def build(self, variables: Variables) -> None:
-        """Builds the optimizer without slots, and the copy with slots for this process's pieces."""
+        """Builds the optimizer with slots for this process's pieces."""
         if not self._optimizer.built:
-            keras_internals.build_without_slots(self._optimizer, variables)
-            self._build_copy(variables, {})
+            self._cut_variables(variables)
+            type(self._optimizer).build(self._optimizer, list(variables))
+            self._report()
 
     def split(self) -> None:
         """Splits the slots of an optimizer that is built already, such as one of a loaded model."""
-        switches = piece_optimizer.switches_of(self._optimizer)
-        slots = keras_internals.remove_slots(self._optimizer)
-        self._build_copy(keras_internals.trainable_variables(self._optimizer), switches)
-        for split, slot in zip(piece_optimizer.slots_of_copy(self._optimizer), slots, strict=True):
-            split.assign(slot.numpy())
+        self._cut_variables(keras_internals.trainable_variables(self._optimizer))
+        self._keras.split()
+        self._report()
 
-    def _build_copy(self, variables: Variables, switches: Mapping[str, Any]) -> None:
+    def _cut_variables(self, variables: Variables) -> None:
         most_bytes = bucket_bytes(self._strategy)
         if self._group.processes == 1:
             most_bytes = (
@@ -80,23 +78,27 @@ class ShardedUpdate:
         self._buckets = list(_buckets(variables, self._group.processes, most_bytes))
         held = {number: split for bucket in self._buckets for number, split in bucket.splits.items()}
         for number, variable in enumerate(variables):
-            self._pieces.append(Piece(variable, held[number], self._process))
-        has_masters = self._wire_dtype != tf.float32
-        self._copy = piece_optimizer.build_copy(self._optimizer, self._pieces, has_masters, switches)
-        if self._process == 0 and variables:
+            self._pieces.append(Piece(self._optimizer, variable, held[number], self._process))
+        if self._wire_dtype != tf.float32:
+            self._keras.add_masters(self._pieces)
+
+    def _piece_of(self, variable: keras.Variable) -> Piece | None:
+        return next((piece for piece in self._pieces if piece.variable is variable), None)
+
+    def _report(self) -> None:
+        if self._process == 0 and self._pieces:
             logger.info(self._description())
 
     def _description(self) -> str:
         """Returns a sentence about the bytes of the slots."""
-        own_bytes = sum(slot.value.dtype.size * slot.shape.num_elements() for slot in piece_optimizer.slots(self._copy))
+        own_bytes = sum(slot.value.dtype.size * slot.shape.num_elements() for slot in self._keras.slots)
         own = f"optimizer state: {own_bytes / 1e6:.3g} MB"
-        hint = "optimizer.variables does not show it"
         if self._group.processes == 1:
-            return f"{own} once instead of on each of {len(self._group.ranks)} devices; {hint}"
+            return f"{own} once instead of on each of {len(self._group.ranks)} devices"
         held = sum(piece.elements * piece.dtype.size for piece in self._pieces)
         total = sum(piece.variable.value.shape.num_elements() * piece.dtype.size for piece in self._pieces)
         all_bytes = own_bytes * total / held  # slots have the shapes of the pieces
-        return f"{own} on each of {self._group.processes} workers instead of {all_bytes / 1e6:.3g}; {hint}"
+        return f"{own} on each of {self._group.processes} workers instead of {all_bytes / 1e6:.3g}"
 
     def reduce_scatter(self, grads: Sequence[Gradient], variables: Variables) -> list[tf.Tensor]:
         """Returns this process's piece of the gradients' sum over all replicas, for each variable."""
@@ -121,11 +123,6 @@ class ShardedUpdate:
             summed[number] = self._cut(number, tf.convert_to_tensor(rows))
         return [summed[number] for number in numbers]
 
-    def all_finite(self, pieces: Sequence[tf.Tensor]) -> tf.Tensor:
-        """Returns whether the pieces of all processes are finite. A collective."""
-        flag = tf.reshape(gradient_lists.nan_unless_finite(pieces), [1])
-        return tf.reduce_all(tf.math.is_finite(self._group.gather_parts(flag, _FLAG_LANE)))
-
     def update(self, grads: Sequence[Gradient], variables: Variables, are_pieces: bool) -> None:
         """Clips and updates this process's pieces, and sets the variables of all replicas to the pieces of all processes.
 
@@ -140,13 +137,7 @@ class ShardedUpdate:
             number: grad for number, grad in zip(numbers, grads, strict=True) if self._pieces[number].elements
         }
         self._read(numbers)
-        piece_optimizer.update_pieces(
-            self._copy,
-            list(grads_of_pieces.values()),
-            [self._pieces[number] for number in grads_of_pieces],
-            tf.convert_to_tensor(self._optimizer.iterations),
-            tf.convert_to_tensor(self._optimizer.learning_rate),
-        )
+        self._keras.update(list(grads_of_pieces.values()), [self._pieces[number] for number in grads_of_pieces])
         for lane, bucket in enumerate(self._buckets):
             updated = {number: self._kept(self._pieces[number]) for number in bucket.splits if number in numbers}
             if updated:
@@ -156,7 +147,7 @@ class ShardedUpdate:
     def move_averages(self) -> None:
         """Updates this process's pieces of the moving averages of all variables."""
         self._read(range(len(self._pieces)))
-        piece_optimizer.move_averages(self._copy, self._pieces, tf.convert_to_tensor(self._optimizer.iterations))
+        self._keras.move_averages(self._pieces)
         self._forget()
 
     def overwrite(self, variables: Variables) -> None:
@@ -164,7 +155,7 @@ class ShardedUpdate:
 
         Keras passes `variables`: those of the optimizer, or at the end of `fit` the model's.
         """
-        averages = piece_optimizer.averages(self._copy)
+        averages = self._keras.averages
         for lane, bucket in enumerate(self._buckets):
             self._gather(bucket, {number: averages[number] for number in bucket.splits}, lane)
 

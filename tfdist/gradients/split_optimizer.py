@@ -11,10 +11,8 @@ from tfdist.aliases import Variables
 from tfdist.compat import keras_internals, optimizer_search, piece_optimizer
 from tfdist.compat.split_value import SplitSlot
 from tfdist.feature import Feature
-from tfdist.gradients import gradient_lists
 from tfdist.gradients.optimizer import create_compression_state, update_of
 from tfdist.gradients.sharded_update import ShardedUpdate
-from tfdist.gradients.update import Update
 from tfdist.gradients.way import Batch, Rest, Stage
 from tfdist.strategy import Strategy
 
@@ -39,8 +37,7 @@ class SplitOptimizer(Feature):
 class Parts:
     """The stages by which each process sums and updates its part of the variables."""
 
-    def __init__(self, update: Update, sharded: ShardedUpdate):
-        self._update = update
+    def __init__(self, sharded: ShardedUpdate):
         self._sharded = sharded
         self.move_averages = sharded.move_averages
 
@@ -49,9 +46,9 @@ class Parts:
         """True if a process needs its part of the sum alone: no norm of whole gradients."""
         return not self._sharded.clips_by_norm
 
-    def scatter(self, decides: bool) -> Stage:
-        """Returns the stage of the sum; `decides` as for `Update.sum_stages`."""
-        return _Scatter(self._sharded, decides, self._update.scaled)
+    def scatter(self) -> Stage:
+        """Returns the stage of the sum."""
+        return _Scatter(self._sharded)
 
     def update(self, are_parts: bool) -> Stage:
         """Returns the stage of the update, of sums or of parts of them."""
@@ -61,18 +58,11 @@ class Parts:
 class _Scatter(Stage):
     across = True
 
-    def __init__(self, sharded: ShardedUpdate, decides: bool, scaled: bool):
+    def __init__(self, sharded: ShardedUpdate):
         self._sharded = sharded
-        self._decides = decides
-        self._scaled = scaled
 
     def __call__(self, batch: Batch, rest: Rest) -> None:
-        parts = self._sharded.reduce_scatter(batch.grads, batch.variables)
-        finite = self._sharded.all_finite(parts) if self._decides else None
-        if self._decides and self._scaled:
-            # `LossScaleOptimizer` tests the parts of its process.
-            parts = gradient_lists.scale(parts, tf.where(finite, 1.0, float("nan")))
-        rest(Batch(parts, batch.variables, finite))
+        rest(batch.of(self._sharded.reduce_scatter(batch.grads, batch.variables)))
 
 
 class _UpdateParts(Stage):
@@ -93,7 +83,7 @@ def shard(optimizer: keras.optimizers.Optimizer, strategy: tf.distribute.Strateg
     if update is None or update.parts:
         return
     sharded = ShardedUpdate(leaf, strategy)
-    update.parts = Parts(update, sharded)
+    update.parts = Parts(sharded)
 
     def build(variables: Variables) -> None:
         sharded.build(variables)

@@ -36,7 +36,7 @@ class Sum(Stage):
 
 
 class CompressedSum(Stage):
-    """The sum through a compressor, which also says whether all gradients are finite.
+    """The sum through a compressor, which also says whether the gradients that it has summed are finite.
 
     Args:
         reduction: The sum, with the compressor's state.
@@ -66,10 +66,6 @@ class CompressedSum(Stage):
             sums, finite = self._reduction(local, numbers, self._optimizer.iterations, self._scale())
             for index, total in zip(shared, sums, strict=True):
                 totals[index] = total
-        if len(shared) < len(totals):
-            strategy = tf.distribute.get_strategy()
-            first = [strategy.experimental_local_results(total)[0] for total in totals]
-            finite &= tf.math.is_finite(gradient_lists.nan_unless_finite(first))
         rest(Batch(totals, batch.variables, finite))
 
     def _index(self, variable: keras.Variable) -> int:

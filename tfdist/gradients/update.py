@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -15,7 +16,7 @@ from tfdist.collectives.communicator import communicator_for
 from tfdist.collectives.requests import AllReduce, RankContext
 from tfdist.compat import keras_internals
 from tfdist.compression.base import Compressor
-from tfdist.gradients import gradient_lists
+from tfdist.gradients import gradient_lists, worker_tables
 from tfdist.gradients.accumulation import Accumulate
 from tfdist.gradients.clipping import ClipByWholeNorms, ClipOnReplica
 from tfdist.gradients.conditions import cond_of
@@ -23,6 +24,7 @@ from tfdist.gradients.reduction import Reduction, uses_bucketed_all_reduce
 from tfdist.gradients.sharded_update import ELEMENTWISE
 from tfdist.gradients.summing import CompressedSum, Sum
 from tfdist.gradients.way import Batch, Each, Rest, Stage, run
+from tfdist.gradients.whole import all_finite
 from tfdist.layers.table import common
 from tfdist.strategy import as_ours
 
@@ -88,15 +90,12 @@ class Update:
         """True if the stages of the sum leave each process its part of it."""
         return bool(self.parts and self.parts.scatters and not (self.compressor or self.takes_sums))
 
-    def sum_stages(self, scale: Callable[[], tf.Tensor | None] = lambda: None, decides: bool = False) -> list[Stage]:
-        """Returns the stages that sum over all replicas.
-
-        `scale` is as for `CompressedSum`; `decides` says that a loss scale or a NaN policy asks whether the sums are finite.
-        """
+    def sum_stages(self, scale: Callable[[], tf.Tensor | None] = lambda: None) -> list[Stage]:
+        """Returns the stages that sum over all replicas. `scale` is as for `CompressedSum`."""
         if self.trains_alone or self.takes_sums:
             return []
         if self.scatters:
-            return [self.parts.scatter(decides)]
+            return [self.parts.scatter()]
         if self.reduction:
             return [CompressedSum(self.reduction, self.leaf, scale)]
         return [Sum(lambda: tf.cast(self.leaf.iterations, tf.int64))]
@@ -129,6 +128,28 @@ class Update:
         for feature in ours.features if ours else ():
             grads = feature.reduced(self.leaf, grads, variables)
         return grads
+
+
+class FindFinite(Stage):
+    """Finds out whether the gradients of all ranks are finite.
+
+    Args:
+        differ: Whether each replica has gradients of its own.
+    """
+
+    def __init__(self, differ: bool):
+        self._differ = differ
+
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        grads, variables = batch.grads, batch.variables
+        if batch.finite is None:
+            finite = all_finite(grads, variables, self._differ)
+        elif own := worker_tables.own_indices(grads, variables):
+            rows = all_finite([grads[index] for index in own], [variables[index] for index in own], self._differ)
+            finite = batch.finite & rows
+        else:
+            finite = batch.finite
+        rest(dataclasses.replace(batch, finite=finite))
 
 
 class IfFinite(Stage):

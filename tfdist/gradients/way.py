@@ -19,7 +19,7 @@ class Batch:
     Attributes:
         grads: The gradients: dense, the rows of a table (`IndexedSlices`), or None. Across replicas each has a value for each replica.
         variables: Their variables.
-        finite: Whether the gradients of all replicas are finite, if a stage has found out; else None.
+        finite: Whether the gradients of all ranks are finite, if a stage has found out, the same on all of them; else None.
     """
 
     grads: Sequence[Gradient]
@@ -65,13 +65,13 @@ class Each(Stage):
 
 
 class End(Stage):
-    """The last stage: a function of gradients and their variables, on each replica."""
+    """The last stage: a function of a batch, on each replica."""
 
-    def __init__(self, function: Callable[[Sequence[Gradient], Sequence[Any]], None]):
+    def __init__(self, function: Callable[[Batch], None]):
         self._function = function
 
     def __call__(self, batch: Batch, rest: Rest) -> None:
-        self._function(batch.grads, batch.variables)
+        self._function(batch)
 
 
 def run(stages: Sequence[Stage], batch: Batch, switches: bool = True) -> None:

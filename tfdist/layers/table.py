@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfdist.compat import keras_files, keras_internals, laid_out, piece_optimizer
+from tfdist.compat import keras_files, keras_internals
 from tfdist.compat.split_value import SplitValue, copies, is_split
 from tfdist.sharding.split import Split, view
 
@@ -104,7 +104,7 @@ def common(variables: Iterable[Any], optimizers: Iterable[keras.optimizers.Optim
     variables = list(variables)
     joined = with_tables(variables, optimizers)
     own = {id(shard) for each in joined if isinstance(each, Table) and each.is_divided for shard in each.shards}
-    return [variable for variable in variables if id(variable) not in own and not laid_out.is_laid_out(variable)]
+    return [variable for variable in variables if id(variable) not in own and not is_split(variable)]
 
 
 def with_tables(variables: Iterable[Any], optimizers: Iterable[keras.optimizers.Optimizer]) -> Iterator[Any]:
@@ -136,7 +136,7 @@ def _slots(optimizer: keras.optimizers.Optimizer) -> Iterator[Table]:
 
 def _whole_variables(optimizer: keras.optimizers.Optimizer) -> list[Any]:
     """Returns an optimizer's variables in Keras' order, of which each stands for one array in files."""
-    return list(with_tables(piece_optimizer.all_variables(optimizer), [optimizer]))
+    return list(with_tables(optimizer.variables, [optimizer]))
 
 
 def _save_optimizer(optimizer: keras.optimizers.Optimizer, store: Any) -> None:

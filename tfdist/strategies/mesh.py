@@ -23,14 +23,16 @@ from tfdist.cluster import TaskSpec
 from tfdist.collectives import finished, own_time, transport_choice
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import call_stack, keras_distribution, keras_internals, laid_out, tf_internals
+from tfdist.compat import call_stack, keras_distribution, keras_internals, tf_internals
+from tfdist.compat.laid_out import LaidOutVariable
+from tfdist.compat.split_value import become
 from tfdist.config import relations
 from tfdist.errors import ClusterError, ConfigError
 from tfdist.replicas import step_context
 from tfdist.runtime.log import logger
 from tfdist.runtime.report import progress
 from tfdist.sharding.layouts import Grid, Layout
-from tfdist.sharding.split import Split
+from tfdist.sharding.split import Index, Split
 from tfdist.strategies.multi_worker import MultiWorkerMirroredStrategy
 
 # What the strategy of a data group takes over from the strategy of all workers.
@@ -164,7 +166,9 @@ class Mesh:
         if fault:
             raise ConfigError(f"The layout {layout.axes} of the variable {variable.path} {fault}. Change the layout.")
         holder = _Holder(layout, self)
-        laid_out.lay_out(variable, holder)
+        become(
+            variable, LaidOutVariable, holder
+        )  # the tf.Variable that is being created will have the shape of the piece
         return holder
 
 
@@ -228,11 +232,6 @@ class _Holder:
     mesh: Mesh
 
     @property
-    def shape(self) -> tuple[int, ...]:
-        """The shape of the whole value."""
-        return self.layout.shape
-
-    @property
     def copies(self) -> int:
         """The number of workers of a model group that hold the same piece."""
         pieces = math.prod(self.layout.shape) // math.prod(self.layout.piece_shape)
@@ -249,6 +248,11 @@ class _Holder:
         return self.mesh.rank
 
     @property
+    def index(self) -> Index:
+        """The elements that this worker holds."""
+        return self.layout.slices(self.mesh.rank)
+
+    @property
     def axis(self) -> int | None:
         """The dimension that is split in one part for each worker of a model group, if no other one is split; else None."""
         split = [axis for axis, name in enumerate(self.layout.axes) if name is not None]
@@ -256,7 +260,7 @@ class _Holder:
 
     def cut(self, whole: tf.Tensor) -> tf.Tensor:
         """Returns this worker's piece of a whole value."""
-        return whole[self.layout.slices(self.mesh.rank)]
+        return whole[self.index]
 
     def join(self, piece: tf.Tensor) -> tf.Tensor:
         """Returns the whole value from the pieces of the model group. A collective."""
@@ -267,12 +271,12 @@ class _Holder:
         with self.mesh.group_ranks.naming_ended():
             flat = self.mesh.group.gather_parts(tf.reshape(piece, [-1]), lane)
         parts = tf.reshape(flat, [*sizes, *self.layout.piece_shape])[index]
-        return tf.reshape(tf.transpose(parts, order), self.shape)
+        return tf.reshape(tf.transpose(parts, order), self.layout.shape)
 
     def read(self, variable: tf.Variable) -> tf.Tensor:
         """Returns the whole value of the variable with the piece. A collective, at the first read in a step."""
         if keras_internals.in_symbolic_scope():
-            return tf.zeros(self.shape, variable.dtype)
+            return tf.zeros(self.layout.shape, variable.dtype)
         step = step_context.current()
         if step is None:
             return self._whole(variable, {})
@@ -286,7 +290,7 @@ class _Holder:
             return self._whole(variable, gathered if tf.executing_eagerly() else {})
         if not tf_internals.is_within(step.graph):
             raise ConfigError(
-                f"A layer reads a variable of shape {self.shape} within a tf.function, where workers cannot wait for each other. Remove the "
+                f"A layer reads a variable of shape {self.layout.shape} within a tf.function, where workers cannot wait for each other. Remove the "
                 "tf.function from the layer, or leave the variable out of the LayoutMap of keras.distribution.ModelParallel."
             )
         # Exchanges have an order, which workers need, within one graph only. So loops and branches take values from the step's graph.

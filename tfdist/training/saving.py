@@ -12,7 +12,7 @@ import keras
 import numpy as np
 
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import laid_out, optimizer_search, piece_optimizer
+from tfdist.compat import laid_out, optimizer_search
 from tfdist.compat.split_value import SplitValue, is_split, reading
 from tfdist.errors import ClusterError, ConfigError, describe_error, format_value
 from tfdist.layers.table import is_own, with_tables
@@ -68,7 +68,7 @@ def may_be_in_parts(context: LoopContext, model: keras.Model) -> bool:
 def _in_parts(saveable: keras.Model | keras.layers.Layer) -> list[SplitValue]:
     """Returns the variables, slots and tables of a model or layer of which each worker holds a part."""
     optimizers = optimizer_search.optimizers(saveable) if isinstance(saveable, keras.Model) else []
-    variables = [*saveable.variables, *(v for o in optimizers for v in piece_optimizer.all_variables(o))]
+    variables = [*saveable.variables, *(v for o in optimizers for v in o.variables)]
     return [value for value in with_tables(variables, optimizers) if is_split(value) and value.is_divided]
 
 
