@@ -29,8 +29,9 @@ from tfdist.gradients.conditions import cond_of
 from tfdist.gradients.reduction import Reduction
 from tfdist.gradients.summing import mark_gradients_ready, sum_in_step
 from tfdist.gradients.tape_sums import GradientsUsedError
-from tfdist.gradients.update import FindFinite, IfFinite, Update, deduplicate_rows_before_update
+from tfdist.gradients.update import IfFinite, Update, deduplicate_rows_before_update
 from tfdist.gradients.way import Batch, Each, End, Stage, run
+from tfdist.gradients.whole import FindFinite
 from tfdist.replicas import step_context
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import warnings
 from collections.abc import Callable, Generator, Sequence
 from typing import Any
@@ -16,7 +15,7 @@ from tfdist.collectives.communicator import communicator_for
 from tfdist.collectives.requests import AllReduce, RankContext
 from tfdist.compat import keras_internals
 from tfdist.compression.base import Compressor
-from tfdist.gradients import gradient_lists, worker_tables
+from tfdist.gradients import gradient_lists
 from tfdist.gradients.accumulation import Accumulate
 from tfdist.gradients.clipping import ClipByWholeNorms, ClipOnReplica
 from tfdist.gradients.conditions import cond_of
@@ -24,7 +23,6 @@ from tfdist.gradients.reduction import Reduction, uses_bucketed_all_reduce
 from tfdist.gradients.sharded_update import ELEMENTWISE
 from tfdist.gradients.summing import CompressedSum, Sum
 from tfdist.gradients.way import Batch, Each, Rest, Stage, run
-from tfdist.gradients.whole import all_finite
 from tfdist.layers.table import common
 from tfdist.strategy import as_ours
 
@@ -128,28 +126,6 @@ class Update:
         for feature in ours.features if ours else ():
             grads = feature.reduced(self.leaf, grads, variables)
         return grads
-
-
-class FindFinite(Stage):
-    """Finds out whether the gradients of all ranks are finite.
-
-    Args:
-        differ: Whether each replica has gradients of its own.
-    """
-
-    def __init__(self, differ: bool):
-        self._differ = differ
-
-    def __call__(self, batch: Batch, rest: Rest) -> None:
-        grads, variables = batch.grads, batch.variables
-        if batch.finite is None:
-            finite = all_finite(grads, variables, self._differ)
-        elif own := worker_tables.own_indices(grads, variables):
-            rows = all_finite([grads[index] for index in own], [variables[index] for index in own], self._differ)
-            finite = batch.finite & rows
-        else:
-            finite = batch.finite
-        rest(dataclasses.replace(batch, finite=finite))
 
 
 class IfFinite(Stage):

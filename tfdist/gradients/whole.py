@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 
 import tensorflow as tf
@@ -10,9 +11,32 @@ from tfdist.aliases import Gradient, Structure, Variables
 from tfdist.collectives.communicator import communicator_for
 from tfdist.compat import laid_out
 from tfdist.compat.tf_internals import regroup
-from tfdist.gradients import gradient_lists
+from tfdist.gradients import gradient_lists, worker_tables
+from tfdist.gradients.way import Batch, Rest, Stage
 from tfdist.layers.table import is_own
 from tfdist.strategy import as_ours
+
+
+class FindFinite(Stage):
+    """Finds out whether the gradients of all ranks are finite.
+
+    Args:
+        differ: Whether each replica has gradients of its own.
+    """
+
+    def __init__(self, differ: bool):
+        self._differ = differ
+
+    def __call__(self, batch: Batch, rest: Rest) -> None:
+        grads, variables = batch.grads, batch.variables
+        if batch.finite is None:
+            finite = all_finite(grads, variables, self._differ)
+        elif own := worker_tables.own_indices(grads, variables):
+            rows = all_finite([grads[index] for index in own], [variables[index] for index in own], self._differ)
+            finite = batch.finite & rows
+        else:
+            finite = batch.finite
+        rest(dataclasses.replace(batch, finite=finite))
 
 
 def all_finite(grads: Sequence[Gradient], variables: Variables, differ: bool) -> tf.Tensor:
