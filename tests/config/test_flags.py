@@ -188,8 +188,8 @@ def test_faults_of_every_kind_are_reported_at_once(write):
         "whole number",
         "unknown flag",
         "'word' is no",
-        "must be float",
         "epochs must be 1",
+        "must be float",
         "precision",
     ]
     assert [said in fault for said, fault in zip(expected, found, strict=True)] == [True] * 7

@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from tfdist.config import cluster, command_line, files, flag_values, validation
+from tfdist.config import cluster, command_line, files, flag_values, validation, walk
 from tfdist.config.field_help import documented_fields, fields_help
 from tfdist.config.options import NamedOptions, field_types, unknown_field
 from tfdist.config.presets import PRESETS
-from tfdist.config.train import NAMED_OPTIONS, TrainConfig, make_floats
+from tfdist.config.train import NAMED_OPTIONS, TrainConfig
 from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, truncate
 from tfdist.runtime.folders import storage
 
@@ -107,7 +107,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     config = files.load(path)
     _set_names(config, arguments)
     others_set = _set_all(config, arguments, faults, others)
-    make_floats(config)
+    walk.make_floats(config)
     workdir = others_set.get("workdir") or f"runs/{pathlib.Path(path).stem}"
     faults += storage.faults("workdir", workdir)
     folder: pathlib.Path | str = pathlib.Path(workdir)

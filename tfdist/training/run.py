@@ -10,7 +10,7 @@ import tensorflow as tf
 from tfdist.backup.callback import BackupAndRestore
 from tfdist.cluster import task_versions
 from tfdist.cluster.spec import ClusterTask
-from tfdist.config import TrainConfig, validation
+from tfdist.config import TrainConfig, validation, walk
 from tfdist.config import train as config_lib
 from tfdist.errors import ConfigError
 from tfdist.gradients.configured_optimizer import build_optimizer
@@ -50,7 +50,7 @@ def run(
         >>> summary["steps"]
         4
     """
-    config_lib.make_floats(config)
+    walk.make_floats(config)
     prepared = PreparedRun(config, workdir, overwrite, list(storage.faults("workdir", os.fspath(workdir))))
     if prepared.starts_tasks:
         raise ConfigError(
