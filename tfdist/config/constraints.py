@@ -97,20 +97,9 @@ def matches(expected: str, pattern: str) -> Constraint:
     return expected, lambda text: re.fullmatch(pattern, text) is not None
 
 
-def field_faults(where: str, value: Any, field: dataclasses.Field[Any], kind: Any = None) -> Iterator[str]:
-    """Yields the errors in a field's value: of its type if it is not of `kind`, else of its constraint.
-
-    Args:
-        where: The field's name, for messages.
-        value: The value.
-        field: The field.
-        kind: The declared type; None, and types other than classes and unions of them, are not checked.
-    """
-    if value is None and field.default is None:
-        return
-    if not is_of(value, kind):
-        yield f"{where} must be {getattr(kind, '__name__', kind)}. Received: {format_value(value)}."
-    elif "faults" in field.metadata:
+def field_faults(where: str, value: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
+    """Yields the errors in a field's value, which is of the field's type. `where` is the field's name, for messages."""
+    if "faults" in field.metadata and not (value is None and field.default is None):
         yield from field.metadata["faults"](where, value)
 
 
@@ -119,13 +108,14 @@ def is_whole(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
 
 
-def is_of(value: Any, kind: Any) -> bool:
-    """Returns whether a value is of a declared type, if that is a class or a union of classes. A whole number is a float."""
-    if kind is Any or not isinstance(kind, (type, types.UnionType)):  # `Any` is a class since Python 3.11
-        return True
-    if kind is float and is_whole(value):
-        return True
-    return isinstance(value, kind) and not (kind is int and isinstance(value, bool))
+def type_fault(where: str, value: Any, kind: Any) -> str:
+    """Returns the error of a value that is not of its declared type, or an empty text. Only classes and unions of them are checked."""
+    # `Any` is a class since Python 3.11.
+    if kind is Any or not isinstance(kind, (type, types.UnionType)) or (kind is float and is_whole(value)):
+        return ""
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return ""
+    return f"{where} must be {getattr(kind, '__name__', kind)}. Received: {format_value(value)}."
 
 
 def option_type(field: dataclasses.Field[Any]) -> type | None:

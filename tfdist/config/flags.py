@@ -15,7 +15,7 @@ from absl import flags
 
 from tfdist.config import cluster, command_line, files, flag_values, validation, walk
 from tfdist.config.field_help import documented_fields, fields_help
-from tfdist.config.options import NamedOptions, field_types, unknown_field
+from tfdist.config.options import NamedOptions, known_fields, unknown_field
 from tfdist.config.presets import PRESETS
 from tfdist.config.train import NAMED_OPTIONS, TrainConfig
 from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, truncate
@@ -237,10 +237,10 @@ def _find_field(config: TrainConfig, path: str, written: str) -> tuple[Any, Any,
     value: Any = config
     for name in path.split(".")[1:]:
         holder = value
-        types, takes_any = field_types(holder)
-        if name not in types and not (takes_any and name.isidentifier()):
+        known, takes_any = known_fields(holder)
+        if name not in known and not (takes_any and name.isidentifier()):
             return holder, kind, unknown_field(written, holder, name)
-        kind = types.get(name, object)
+        kind, _ = known.get(name, (object, None))
         value = getattr(holder, name, None)
     if dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value)]

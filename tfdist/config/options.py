@@ -122,34 +122,26 @@ class NamedOptions:
         return f"{self.WHAT} {self.name!r} takes no {format_value(name)}{hint} {takes}"
 
 
-def field_types(group: Any) -> tuple[dict[str, Any], bool]:
-    """Returns the type of each field and option of a group, and whether it accepts any other option."""
-    members, takes_any = fields_and_types(group)
-    return {name: kind for name, (_, kind) in members.items()}, takes_any
-
-
-def fields_and_types(group: Any) -> tuple[dict[str, tuple[dataclasses.Field[Any], Any]], bool]:
-    """Returns each field and option of a group with its type, by name, and whether the group accepts any other option."""
+def known_fields(group: Any) -> tuple[dict[str, tuple[Any, dataclasses.Field[Any]]], bool]:
+    """Returns the type and the field of each field and option of a group, by name, and whether the group accepts any other option."""
     if not dataclasses.is_dataclass(group):
         return {}, False
     hints = typing.get_type_hints(type(group))
-    members = {field.name: (field, hints[field.name]) for field in dataclasses.fields(group)}
+    known = {field.name: (hints[field.name], field) for field in dataclasses.fields(group)}
     if not isinstance(group, NamedOptions):
-        return members, False
+        return known, False
     try:
         options = group.option_fields()
     except (ConfigError, TypeError):  # the name is wrong; validation reports it
-        return members, True
-    return members | {
-        name: (field, option_type(field) or field.type) for name, field in options.items()
-    }, group.takes_any
+        return known, True
+    return known | {name: (option_type(field) or field.type, field) for name, field in options.items()}, group.takes_any
 
 
 def unknown_field(path: str, group: Any, name: str) -> str:
     """Returns the error for a name that a group of fields does not have; `path` is the path of the field, or the flag."""
     if isinstance(group, NamedOptions):
         return f"{path}: {group.unknown_option(name)}"
-    known, _ = field_types(group)
+    known, _ = known_fields(group)
     fields = "It has no fields."
     if known:
         fields = f"Known: {', '.join(known)}."

@@ -8,39 +8,28 @@ import typing
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from tfdist.config.constraints import field_faults, is_of, is_whole
-from tfdist.config.options import NamedOptions, fields_and_types, unknown_field
-from tfdist.errors import format_value
+from tfdist.config.constraints import field_faults, is_whole, type_fault
+from tfdist.config.options import NamedOptions, known_fields, unknown_field
 
 
 class Member(NamedTuple):
-    """A field, an option that is set, or an attribute that no field has.
+    """A field, an option that is set, or an attribute that is neither.
 
     Attributes:
         path: Its path, such as `config.strategy.name`.
         name: Its name.
         value: Its value.
-        field: The field; None if there is none of this name.
         kind: The declared type, without None.
-        groups: The groups that hold it, the innermost last.
+        field: The field; None if there is none of this name.
+        holders: The groups around it, the innermost last.
     """
 
     path: str
     name: str
     value: Any
-    field: dataclasses.Field[Any] | None
     kind: Any
-    groups: tuple[Any, ...]
-
-    @property
-    def is_group(self) -> bool:
-        """True for a group of fields."""
-        return dataclasses.is_dataclass(self.value) and not isinstance(self.value, type)
-
-    @property
-    def is_cycle(self) -> bool:
-        """True for a group that holds itself."""
-        return any(self.value is group for group in self.groups)
+    field: dataclasses.Field[Any] | None
+    holders: tuple[Any, ...]
 
 
 class Fault(NamedTuple):
@@ -58,52 +47,56 @@ class Fault(NamedTuple):
 
 
 def members(group: Any, path: str = "config", outer: tuple[Any, ...] = ()) -> Iterator[Member]:
-    """Yields the members of a configuration, or of a group of fields, and after each group those that it holds.
+    """Yields the members of a configuration or a group of fields, each group before its own members.
 
     Args:
         group: The configuration or the group.
         path: Its path.
-        outer: The groups that hold it.
+        outer: The groups around it.
     """
-    known, takes_any = fields_and_types(group)
-    groups = (*outer, group)
+    known, takes_any = known_fields(group)
+    holders = (*outer, group)
     for name, value in _values(group).items():
-        field, declared = known.get(name, (None, Any))
+        declared, field = known.get(name, (Any, None))
         is_unset = value is None and type(None) in typing.get_args(declared)
         if is_unset or (field is None and takes_any):
             continue
-        member = Member(f"{path}.{name}", name, value, field, _class(declared), groups)
+        member = Member(f"{path}.{name}", name, value, _class(declared), field, holders)
         yield member
-        if field and member.is_group and not member.is_cycle and is_of(value, member.kind):
-            yield from members(value, member.path, groups)
+        if field and _is_group(value) and not type_fault("", value, member.kind) and not _is_among(value, holders):
+            yield from members(value, member.path, holders)
 
 
 def faults(group: Any, path: str = "config") -> Iterator[Fault]:
-    """Yields the errors of each single member of a configuration or group: a config file may assign anything."""
-    for member in members(group, path):
-        where, value = member.path, member.value
-        short = where.removeprefix("config.")
-        holder = member.groups[-1]
-        if member.field is None and isinstance(holder, NamedOptions):
-            yield Fault(short, holder.unknown_option(member.name), True)
-        elif member.field is None:
-            yield Fault(short, unknown_field(where, holder, member.name), True)
-        elif not is_of(value, member.kind):
-            kind = getattr(member.kind, "__name__", member.kind)
-            yield Fault(short, f"{where} must be {kind}. Received: {format_value(value)}.", True)
-        elif member.is_cycle:
-            received = f"Received: a {type(value).__name__} that holds this field."
-            yield Fault(short, f"{where} must not hold itself. {received}", True)
-        elif not member.is_group:
-            for text in field_faults(short, value, member.field):
-                yield Fault(short, text, False)
+    """Yields the errors of each single member: a config file may assign anything."""
+    for where, name, value, kind, field, holders in members(group, path):
+        text = type_fault(where, value, kind)
+        if field is None and isinstance(holders[-1], NamedOptions):
+            text = holders[-1].unknown_option(name)
+        elif field is None:
+            text = unknown_field(where, holders[-1], name)
+        elif _is_among(value, holders):
+            text = f"{where} must not hold itself. Received: a {type(value).__name__} that holds this field."
+        elif not text and not _is_group(value):
+            path = where.removeprefix("config.")
+            yield from (Fault(path, each, False) for each in field_faults(path, value, field))
+        if text:
+            yield Fault(where.removeprefix("config."), text, True)
 
 
 def make_floats(config: Any) -> None:
     """Converts whole numbers to floats in fields that are declared as float, also in groups of fields."""
     for member in members(config):
         if member.kind is float and is_whole(member.value):
-            setattr(member.groups[-1], member.name, float(member.value))
+            setattr(member.holders[-1], member.name, float(member.value))
+
+
+def _is_group(value: Any) -> bool:
+    return dataclasses.is_dataclass(value) and not isinstance(value, type)
+
+
+def _is_among(value: Any, groups: tuple[Any, ...]) -> bool:
+    return any(value is group for group in groups)
 
 
 def _values(group: Any) -> dict[str, Any]:
@@ -112,19 +105,17 @@ def _values(group: Any) -> dict[str, Any]:
     if isinstance(group, NamedOptions):
         return values | group.options()
     # Private attributes, and attributes of the class (a cached property), are no misspelled fields. A class with slots has no `__dict__`.
-    others = {
-        name: value
-        for name, value in getattr(group, "__dict__", {}).items()
-        if name not in values and not name.startswith("_") and not hasattr(type(group), name)
-    }
-    return {**others, **values}
+    others = [
+        name for name in getattr(group, "__dict__", ()) if not name.startswith("_") and not hasattr(type(group), name)
+    ]
+    return {name: getattr(group, name) for name in others if name not in values} | values
 
 
 def _class(declared: Any) -> Any:
     """Returns a declared type without None and without the types of a dict's items."""
     if typing.get_origin(declared) is dict:
         return dict
-    members = typing.get_args(declared)
-    if typing.get_origin(declared) in (typing.Union, types.UnionType) and type(None) in members:
-        return next(member for member in members if member is not type(None))
+    kinds = typing.get_args(declared)
+    if typing.get_origin(declared) in (typing.Union, types.UnionType) and type(None) in kinds:
+        return next(kind for kind in kinds if kind is not type(None))
     return declared
