@@ -30,6 +30,7 @@ _HOMES = {
     "TrainConfig": "config",
     "Trainer": "training.trainer",
     "create_strategy": "strategies.factory",
+    "run": "training.run",
     "slow": "runtime.report.phase",
     "distribute_optimizer": "gradients.optimizer",
     "find_cluster": "cluster.resolvers.discovery",
@@ -59,6 +60,7 @@ __all__ = [
     "create_strategy",
     "distribute_optimizer",
     "find_cluster",
+    "run",
     "slow",
     "total",
     "whole_batch",
@@ -79,6 +81,7 @@ if TYPE_CHECKING:
     from tfdist.step.whole_batch import whole_batch
     from tfdist.strategies.factory import create_strategy
     from tfdist.tasks.base import Task
+    from tfdist.training.run import run
     from tfdist.training.trainer import Trainer
 
 

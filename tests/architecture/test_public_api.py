@@ -28,6 +28,7 @@ PUBLIC = {
         "create_strategy",
         "distribute_optimizer",
         "find_cluster",
+        "run",
         "slow",
         "total",
         "whole_batch",

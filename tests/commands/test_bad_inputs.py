@@ -20,7 +20,7 @@ import pytest
 from tests.helpers import tiers
 from tfdist.config import OptimizerConfig
 from tfdist.config import optimizer as optimizer_lib
-from tfdist.config.constraints import option_faults
+from tfdist.config.constraints import field_faults
 
 ROOT = pathlib.Path(__file__).parents[2]
 TRAIN = ("train", "--config=bad_config.py", "--workdir=work")
@@ -295,7 +295,7 @@ UNTRIED = ("muon_a", "muon_b", "muon_c", "gradient_accumulation_steps")  # the l
 
 def ends(argument, field):
     """Returns the least and the most that the error of an argument names, without a 0 that turns it off."""
-    (fault,) = option_faults(field, -(10**9) if isinstance(field.default, int) else -1e9, argument)
+    (fault,) = field_faults(argument, -(10**9) if isinstance(field.default, int) else -1e9, field)
     least, off, most = re.search(r"must be (\S+)( \(off\))? to (\S+)\.", fault).groups()
     return [type(field.default)(float(end)) for end in ([most] if off else [least, most])]
 

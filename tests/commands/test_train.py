@@ -5,11 +5,11 @@ import json
 import pytest
 
 from tfdist.commands import train
-from tfdist.commands.finished_run import FinishedRun
 from tfdist.config import TrainConfig
 from tfdist.errors import ConfigError
 from tfdist.runtime.folders.workdir import Workdir
 from tfdist.runtime.report import progress
+from tfdist.training.finished_run import FinishedRun
 
 
 @pytest.mark.parametrize("where", ["{0}/file", "{0}/file/below", "/proc/nowhere", "{0}/" + "x" * 300])

@@ -6,8 +6,8 @@ import pytest
 
 from tfdist.config import (
     TrainConfig,
-    train,
     validation,
+    walk,
 )
 from tfdist.errors import ConfigError
 
@@ -15,7 +15,7 @@ from tfdist.errors import ConfigError
 def make(**fields):
     """Returns a configuration with these fields, prepared as the command does."""
     made = TrainConfig(**{"global_batch_size": 32, **fields})
-    train.make_floats(made)
+    walk.make_floats(made)
     return made
 
 

@@ -128,7 +128,7 @@ def test_help_names_every_command_and_each_names_both_ways_to_start_it(capsys):
         (["doctor"], "--[no]devices: Check the devices; this loads TensorFlow."),
         (["backup"], "--[no]json: Print JSON, for `show`."),
         (["launch"], "-n,--workers: Number of training tasks on this machine."),
-        (["train"], "(--noconfig.FIELD is short for --config.FIELD=false)"),
+        (["train", "--helpfull"], "(--noconfig.FIELD is short for --config.FIELD=false)"),
     ],
 )
 def test_help_explains_a_flag(capsys, words, told):

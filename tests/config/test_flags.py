@@ -188,8 +188,8 @@ def test_faults_of_every_kind_are_reported_at_once(write):
         "whole number",
         "unknown flag",
         "'word' is no",
-        "must be float",
         "epochs must be 1",
+        "must be float",
         "precision",
     ]
     assert [said in fault for said, fault in zip(expected, found, strict=True)] == [True] * 7
@@ -352,10 +352,36 @@ def test_the_files_annotations_are_not_made_texts(write, capsys):
 
 
 @pytest.mark.parametrize("flag", ["--help", "-h"])
-def test_help_prints_every_field_and_gives_nothing(capsys, flag):
-    assert parse("--config=no/such/file.py", flag) is None
+def test_help_is_one_screen_of_common_fields_and_groups(capsys, flag):
+    assert parse("--config=digits_topk", flag) is None
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) < 40 and all(len(line) <= 120 for line in lines[:-1])
+    assert lines[0] == "what it does" and lines[-1].startswith("Presets: default, digits,")
+    flags = [line.split()[0].split("=")[0] for line in lines[1:-1]]
+    assert flags[:3] == ["--config", "--workdir", "--overwrite"] and flags[-1] == "--helpfull"
+    assert "  --config.compression.name=topk " in "\n".join(lines)
+    groups = [
+        field.name
+        for field in dataclasses.fields(TrainConfig())
+        if dataclasses.is_dataclass(getattr(TrainConfig(), field.name))
+    ]
+    assert [line.split()[0] for line in lines if "--help=" in line] == [f"--help={name}" for name in groups]
+
+
+def test_help_of_a_group_explains_its_fields(capsys):
+    assert parse("--help=strategy") is None
+    shown = re.findall(r"^  --([\w.]+)=", capsys.readouterr().out, re.MULTILINE)
+    assert shown == [path for path in PATHS if path.startswith("config.strategy.")]
+    assert faults("--help=stratgy") == (
+        "unknown group of fields 'stratgy'; did you mean 'strategy'? Known: backup, cluster, compression, monitoring, optimizer, schedule, "
+        "strategy, task_options.",
+    )
+
+
+def test_the_full_help_prints_every_field_and_gives_nothing(capsys):
+    assert parse("--config=no/such/file.py", "--helpfull") is None
     shown = capsys.readouterr().out
-    assert shown.startswith("what it does\n")
+    assert shown.startswith("what it does\n") and "no/such/file.py" in shown.splitlines()[-1]
     assert "--workdir" in shown and "--config:" in shown
     for path in PATHS:
         assert f"  --{path}=" in shown
@@ -390,7 +416,7 @@ max_restarts monitoring.update_freq monitoring.profile_steps monitoring.tracker
 def test_the_fields_and_flags_are_these(capsys):
     """A new one needs a reason: what is of one optimizer, compressor or task is an option of it."""
     assert [f"config.{field}" for field in FIELDS.split()] == PATHS
-    parse("--help")
+    parse("--helpfull")
     found = re.findall(r"^  (?:-h,)?--(?:\[no\])?(\w+):", capsys.readouterr().out, re.MULTILINE)
     assert found == ["help", "config", "hostfile", "hosts", "overwrite", "ps_hosts", "task", "workdir", "flagfile"]
 
@@ -474,8 +500,8 @@ def test_a_task_brings_its_options(tmp_path, monkeypatch):
         parse("--config=default", "--config.task=flags_own_task:Needing")
 
 
-def test_help_tells_of_each_field_and_of_the_given_configuration(capsys):
-    assert parse("--config=digits_topk", "--help") is None
+def test_the_full_help_tells_of_each_field_and_of_the_given_configuration(capsys):
+    assert parse("--config=digits_topk", "--helpfull") is None
     shown = capsys.readouterr().out
     assert "  --config.compression.name=topk\n" in shown
     about = {

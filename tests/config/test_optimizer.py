@@ -46,7 +46,7 @@ def test_an_argument_is_given_that_equals_the_default_of_some_optimizer(name, gi
 @pytest.mark.parametrize(
     ("arguments", "said"),
     [
-        ({"momentum": "x"}, "optimizer.momentum must be of type float. Received: 'x'."),
+        ({"momentum": "x"}, "config.optimizer.momentum must be float. Received: 'x'."),
         ({"x": float("nan")}, "optimizer.x must be a finite number. Received: nan."),
         ({"clipnorm": -1.0}, "optimizer.clipnorm must be 0 (off) to 1e+30. Received: -1.0."),
     ],

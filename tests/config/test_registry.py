@@ -144,7 +144,7 @@ def test_a_compressor_is_found_with_its_options(install):
     install("own-compressor", {"tfdist.compressors": {"own": "MODULE:Own"}}, module)
     assert list(CompressionConfig("own").option_fields()) == ["use_error_feedback", "warmup_steps", "factor"]
     assert list(CompressionConfig("own", factor=2.0).faults()) == []
-    (said,) = CompressionConfig("own", factr=2.0).faults()
+    (said,) = validation.group_faults(CompressionConfig("own", factr=2.0), "compression")
     assert "compression 'own' takes no 'factr'; did you mean 'factor'?" in said
 
 

@@ -65,7 +65,7 @@ def test_every_file_in_configs_and_every_preset_passes(name, monkeypatch):
         ({"learning_rate": "fast"}, "config.learning_rate must be float. Received: 'fast'."),
         ({"deterministic": 1}, "config.deterministic must be bool. Received: 1."),
         ({"optimizer": OptimizerConfig(name=3)}, "config.optimizer.name must be str. Received: 3."),
-        ({"optimizer": OptimizerConfig("adadelta", rho="x")}, "optimizer.rho must be of type float. Received: 'x'."),
+        ({"optimizer": OptimizerConfig("adadelta", rho="x")}, "optimizer.rho must be float. Received: 'x'."),
         ({"optimizer": None}, "config.optimizer must be OptimizerConfig. Received: None."),
         ({"strategy": "mirrored"}, "config.strategy must be StrategyConfig. Received: 'mirrored'."),
         ({"strategy": OptimizerConfig()}, "config.strategy must be StrategyConfig. Received: OptimizerConfig("),

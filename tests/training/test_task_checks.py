@@ -7,10 +7,9 @@ import numpy as np
 import pytest
 import tensorflow as tf
 
-from tfdist.commands import train
-from tfdist.config import BackupConfig, TrainConfig, validation
+import tfdist
+from tfdist.config import BackupConfig, TrainConfig
 from tfdist.errors import ConfigError
-from tfdist.runtime.folders.workdir import Workdir
 from tfdist.tasks.digits import Digits
 
 IMAGES, LABELS = np.zeros((16, 8, 8, 1), "float32"), np.zeros(16, "int32")
@@ -82,5 +81,4 @@ def run(monkeypatch, folder, task, steps):
         f"{__name__}:Own", None, global_batch_size=8, steps_per_epoch=steps, backup=BackupConfig("never")
     )
     config.choose_task(config.task)
-    validation.check(config)
-    train.train(config, Workdir(folder))
+    tfdist.run(config, folder)

@@ -29,7 +29,7 @@ from tfdist.collectives.ranks import Ranks
 from tfdist.compat import optimizer_search, tf_internals
 from tfdist.compat.keras_loops import pythonify_logs
 from tfdist.config.backup import folder_faults
-from tfdist.config.constraints import Constraint, checked, option, value_faults
+from tfdist.config.constraints import Constraint, checked, field_faults, option
 from tfdist.data.python_generators import PROCESS_GENERATORS, get_states, set_states
 from tfdist.engine import Engine
 from tfdist.errors import BackupError, ConfigError, format_value
@@ -392,7 +392,9 @@ class BackupOptions:
     config: Mapping[str, Any] | None = None
 
     def __post_init__(self) -> None:
-        faults = [fault for _, fault in value_faults(self, "")]
+        faults: list[str] = []
+        for field in dataclasses.fields(self):
+            faults += field_faults(field.name, getattr(self, field.name), field)
         if faults:
             raise ConfigError(faults)
         self.backup_dir = os.fspath(self.backup_dir)

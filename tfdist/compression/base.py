@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfdist.collectives.communicator import ByteCounter, Communicator
 from tfdist.collectives.requests import AllReduce, Exchange, RankContext, ReduceResult, fuse
 from tfdist.compression.buckets import assign_buckets, join_results, merge_results, part_sizes, split, split_state
-from tfdist.config.constraints import option_faults
+from tfdist.config.constraints import field_faults, option_type, type_fault
 from tfdist.errors import ConfigError
 
 _MIN_ELEMENTS = 1024  # minimum number of elements of a variable that is compressed
@@ -67,7 +67,10 @@ class Compressor(abc.ABC):
         faults: list[str] = []
         for field in dataclasses.fields(self):
             if "faults" in field.metadata:
-                faults += option_faults(field, getattr(self, field.name), f"{type(self).__name__}: {field.name}")
+                where = f"{type(self).__name__}: {field.name}"
+                value = getattr(self, field.name)
+                fault = type_fault(where, value, option_type(field))
+                faults += [fault] if fault else field_faults(where, value, field)
         if faults:
             raise ConfigError(faults)
 

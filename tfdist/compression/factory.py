@@ -8,7 +8,7 @@ from typing import Any
 from tfdist.compression.base import Compressor
 from tfdist.compression.error_feedback import ErrorFeedback
 from tfdist.compression.warmup import Warmup
-from tfdist.config import CompressionConfig
+from tfdist.config import CompressionConfig, validation
 from tfdist.errors import ConfigError
 
 
@@ -37,7 +37,7 @@ def create(compression: Any) -> Any:
             "compression must be a name, a CompressionConfig, a compressor or None. "
             f"Received: {type(compression).__name__}."
         )
-    faults = list(config.faults())
+    faults = list(validation.group_faults(config, "compression"))
     if faults:
         raise ConfigError(faults)
     if config.name == "none":

@@ -6,10 +6,10 @@ import dataclasses
 from collections.abc import Iterator, Mapping
 from typing import Any, ClassVar
 
-from tfdist.config import registry
+from tfdist.config import registry, walk
 from tfdist.config.constraints import at_least, one_of, option
 from tfdist.config.options import NamedOptions
-from tfdist.errors import ConfigError, describe_error, format_value
+from tfdist.errors import ConfigError, describe_error
 
 
 @dataclasses.dataclass(frozen=True)
@@ -155,13 +155,11 @@ class CompressionConfig(NamedOptions):
         return {field.name: field for kind in kinds for field in dataclasses.fields(kind) if field.init}
 
     def faults(self) -> Iterator[str]:
-        """Yields the errors in the name and the options."""
-        if not isinstance(self.name, str):
-            yield f"compression.name must be str. Received: {format_value(self.name)}."
-            return
+        """Yields the errors in the name, and of a custom compressor that cannot be created."""
+        faults: list[str] = []
         try:
-            faults = list(self.option_faults())
-            if self.name not in COMPRESSORS and not faults:
+            self.option_fields()
+            if self.name not in COMPRESSORS and not any(walk.faults(self)):
                 cls, options = self.compressor_class(), self.all_options()
                 cls(**{field.name: options[field.name] for field in dataclasses.fields(cls) if field.name in options})
         except ConfigError as e:

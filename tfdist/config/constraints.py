@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable, Collection, Iterator
+import sys
+import types
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from tfdist.errors import collect_errors, format_value, unknown_name_message
@@ -95,30 +97,25 @@ def matches(expected: str, pattern: str) -> Constraint:
     return expected, lambda text: re.fullmatch(pattern, text) is not None
 
 
-def value_faults(group: Any, path: str, skipped: Collection[str] = ()) -> Iterator[tuple[str, str]]:
-    """Yields the path and the error of each field whose value does not meet its constraint, also in groups of fields.
-
-    `path` is the path of the group, such as `"strategy"`; empty for the outermost. Fields at the paths `skipped` are not checked.
-    """
-    for field in dataclasses.fields(group):
-        where = f"{path}.{field.name}".removeprefix(".")
-        value = getattr(group, field.name)
-        if where in skipped or (value is None and field.default is None):
-            continue
-        if dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from value_faults(value, where, skipped)
-        elif "faults" in field.metadata:
-            for fault in field.metadata["faults"](where, value):
-                yield where, fault
-
-
-def option_faults(field: dataclasses.Field[Any], value: Any, where: str) -> Iterator[str]:
-    """Yields the errors in the type and the value of an option. `where` is the option's name, for messages."""
-    kind = option_type(field)
-    if kind and type(value) is not kind and not (kind is float and type(value) is int):
-        yield f"{where} must be of type {kind.__name__}. Received: {format_value(value)}."
-    elif "faults" in field.metadata:
+def field_faults(where: str, value: Any, field: dataclasses.Field[Any]) -> Iterator[str]:
+    """Yields the errors in a field's value, which is of the field's type. `where` is the field's name, for messages."""
+    if "faults" in field.metadata and not (value is None and field.default is None):
         yield from field.metadata["faults"](where, value)
+
+
+def is_whole(value: Any) -> bool:
+    """Returns whether a value is a whole number that a field of floats takes."""
+    return isinstance(value, int) and not isinstance(value, bool) and abs(value) <= sys.float_info.max
+
+
+def type_fault(where: str, value: Any, kind: Any) -> str:
+    """Returns the error of a value that is not of its declared type, or an empty text. Only classes and unions of them are checked."""
+    # `Any` is a class since Python 3.11.
+    if kind is Any or not isinstance(kind, (type, types.UnionType)) or (kind is float and is_whole(value)):
+        return ""
+    if isinstance(value, kind) and not (kind is int and isinstance(value, bool)):
+        return ""
+    return f"{where} must be {getattr(kind, '__name__', kind)}. Received: {format_value(value)}."
 
 
 def option_type(field: dataclasses.Field[Any]) -> type | None:

@@ -6,28 +6,72 @@ import dataclasses
 import inspect
 import re
 import textwrap
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 from tfdist.config.options import NamedOptions
 from tfdist.config.train import TrainConfig
-from tfdist.errors import ConfigError
+from tfdist.errors import ConfigError, unknown_name_message
 
 _HELP_WIDTH = 100
+_TEXT_WIDTH = 70  # of a description on a line of its flag
+# Fields that `--help` shows without their groups.
+_COMMON = (
+    *("task", "strategy.name", "strategy.devices", "cluster.workers", "cluster.ps", "global_batch_size", "epochs"),
+    *("optimizer.name", "learning_rate", "compression.name", "precision", "seed", "callbacks", "backup.save_freq"),
+    "max_restarts",
+)
 
 
-def fields_help(config: TrainConfig, source: str) -> str:
-    """Returns the part of `--help` that lists every field of the configuration, with its value and its description.
+def screen(flags: Mapping[str, str], config: TrainConfig, source: str) -> str:
+    """Returns `--help`: one line for each flag, for each common field, and for each group of fields.
 
-    `source` names the source of the values, such as a preset, for the heading.
+    Args:
+        flags: The descriptions of the flags.
+        config: The configuration.
+        source: The source of its values, such as a preset; empty for the defaults.
     """
+    fields = {path: (value, text) for path, value, text in documented_fields(config, "config")}
+    common = [f"config.{name}" for name in _COMMON]
+    texts = attribute_texts(TrainConfig)
+    groups = [(f"--help={name}", texts[name]) for name in _groups(config)]
     rows = [
-        f"Fields of the configuration, with the values of {source} (--noconfig.FIELD is short for --config.FIELD=false):"
+        *((f"--{name}", text) for name, text in flags.items()),
+        *((f"--{path}={fields[path][0]}", fields[path][1]) for path in common),
+        *groups,
+        ("--helpfull", "All flags and fields, with their complete descriptions."),
     ]
-    for path, value, about in documented_fields(config, "config"):
-        rows.append(f"  --{path}={value}")
+    return "\n".join(f"  {flag:<46} {textwrap.shorten(text, _TEXT_WIDTH, placeholder='...')}" for flag, text in rows)
+
+
+def fields_help(config: TrainConfig, source: str, group: str = "") -> str:
+    """Returns the value and the complete description of every field of the configuration, or of a group of fields.
+
+    Args:
+        config: The configuration.
+        source: The source of its values, such as a preset, for the heading; empty for the defaults.
+        group: The name of the group; empty means the whole configuration.
+
+    Raises:
+        ConfigError: There is no such group.
+    """
+    shown, path = config, "config"
+    if group:
+        if group not in _groups(config):
+            raise ConfigError(unknown_name_message("group of fields", group, _groups(config)))
+        shown, path = getattr(config, group), f"config.{group}"
+    rows = [
+        f"Fields of the configuration, with the values of {source or 'TrainConfig'} (--noconfig.FIELD is short for --config.FIELD=false):"
+    ]
+    for name, value, about in documented_fields(shown, path):
+        rows.append(f"  --{name}={value}")
         rows += textwrap.wrap(about, _HELP_WIDTH, initial_indent=" " * 6, subsequent_indent=" " * 6)
     return "\n".join(rows)
+
+
+def _groups(config: TrainConfig) -> list[str]:
+    """Returns the names of the groups of fields."""
+    return [field.name for field in dataclasses.fields(config) if dataclasses.is_dataclass(getattr(config, field.name))]
 
 
 def documented_fields(config: Any, path: str) -> Iterator[tuple[str, Any, str]]:

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tfdist import config as config_lib
-from tfdist.config.options import NamedOptions, field_types, unknown_field
+from tfdist.config.options import NamedOptions, known_fields, unknown_field
 from tfdist.config.presets import PRESETS, preset
 from tfdist.config.train import TrainConfig
 from tfdist.errors import ConfigError, describe_error, did_you_mean, format_value
@@ -105,16 +105,16 @@ def _assign(holder: Any, values: dict[str, Any], path: str) -> Iterator[str]:
     """Sets the fields of a configuration, and recursively those of its groups; yields the errors."""
     if isinstance(holder, NamedOptions) and "name" in values:
         holder.name = values["name"]  # first, because the other values may be options of this name
-    types, takes_any = field_types(holder)
+    known, takes_any = known_fields(holder)
     for name, value in values.items():
-        if name not in types and not takes_any:
+        if name not in known and not takes_any:
             yield unknown_field(f"{path}.{name}", holder, name)
             continue
         group = getattr(holder, name, None)
         if dataclasses.is_dataclass(group) and isinstance(value, dict):
             yield from _assign(group, value, f"{path}.{name}")
             continue
-        kind = types.get(name)
+        kind, _ = known.get(name, (None, None))
         if isinstance(value, list) and tuple in (kind, typing.get_origin(kind)):  # JSON has no tuples
             value = tuple(value)
         setattr(holder, name, value)

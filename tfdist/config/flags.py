@@ -13,11 +13,11 @@ from typing import Any, NamedTuple
 
 from absl import flags
 
-from tfdist.config import cluster, command_line, files, flag_values, validation
-from tfdist.config.field_help import documented_fields, fields_help
-from tfdist.config.options import NamedOptions, field_types, unknown_field
+from tfdist.config import cluster, command_line, files, flag_values, validation, walk
+from tfdist.config.field_help import documented_fields, fields_help, screen
+from tfdist.config.options import NamedOptions, known_fields, unknown_field
 from tfdist.config.presets import PRESETS
-from tfdist.config.train import NAMED_OPTIONS, TrainConfig, make_floats
+from tfdist.config.train import NAMED_OPTIONS, TrainConfig
 from tfdist.errors import ConfigError, collect_errors, did_you_mean, format_value, truncate
 from tfdist.runtime.folders import storage
 
@@ -56,7 +56,7 @@ def parse(
 
 
 def read(argv: Sequence[str], description: str | None, others: Sequence[str] = ()) -> Command | None:
-    """Returns the parsed command line, not yet validated; None after `--help`, which is printed.
+    """Returns the parsed command line, not yet validated; None after `--help`, `--help=GROUP` or `--helpfull`, which is printed.
 
     Args:
         argv: The program's name and its arguments.
@@ -64,7 +64,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
         others: As for `parse`.
 
     Raises:
-        ConfigError: `--config` is missing, or cannot be loaded.
+        ConfigError: `--config` is missing, or cannot be loaded; or `--help` names no group of fields.
     """
     faults: list[str] = []
     values = command_line.new_flags()
@@ -78,20 +78,19 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     flags.DEFINE_bool("overwrite", False, overwrite, flag_values=values)
     for name, text in cluster.FLAGS.items():
         flags.DEFINE_string(name, None, f"{text} Short for --config.cluster.{name}.", flag_values=values)
-    if any(_split_flag(argument)[0] in ("help", "h") for argument in argv[1:]):
+    topics = [value or name for name, value in map(_split_flag, argv[1:]) if name in ("help", "h", "helpfull")]
+    if topics:
         flags.DEFINE_string("config", None, _CONFIG_HELP, flag_values=values)
-        asked = _last_value(argv[1:], "config")
-        config = TrainConfig()
-        source = "TrainConfig"
+        config, source = TrainConfig(), _last_value(argv[1:], "config") or ""
         with collect_errors(faults):
-            if asked:
-                config = files.load(asked)
-                source = asked
-        names = ", ".join(PRESETS)
-        wrong = "".join(f"\n{fault}" for fault in faults)
-        print(
-            f"{description}\n{command_line.help_text(values)}\n{fields_help(config, source)}\nPresets: {names}.{wrong}"
-        )
+            config = files.load(source) if source else config
+        if topics[0] == "helpfull":
+            text = f"{command_line.help_text(values)}\n{fields_help(config, source)}"
+        elif topics[0] in ("help", "h"):
+            text = screen({name: str(values[name].help) for name in ("config", "workdir", "overwrite")}, config, source)
+        else:
+            text = fields_help(config, source, topics[0])
+        print("\n".join([description or "", text, f"Presets: {', '.join(PRESETS)}.", *faults]))
         return None
     arguments = [_expand_cluster_flag(argument) for argument in command_line.expand(values, argv[1:])]
     path = _last_value(arguments, "config")
@@ -107,7 +106,7 @@ def read(argv: Sequence[str], description: str | None, others: Sequence[str] = (
     config = files.load(path)
     _set_names(config, arguments)
     others_set = _set_all(config, arguments, faults, others)
-    make_floats(config)
+    walk.make_floats(config)
     workdir = others_set.get("workdir") or f"runs/{pathlib.Path(path).stem}"
     faults += storage.faults("workdir", workdir)
     folder: pathlib.Path | str = pathlib.Path(workdir)
@@ -223,7 +222,7 @@ def _set_all(config: TrainConfig, arguments: Sequence[str], faults: list[str], o
 def _unknown_flag(config: TrainConfig, flag: str, written: str, others: Sequence[str]) -> str:
     if flag == "undefok":
         return str(command_line.undefok_error())
-    known = ["config", "workdir", "overwrite", "help", *(others or cluster.FLAGS)]
+    known = ["config", "workdir", "overwrite", "help", "helpfull", *(others or cluster.FLAGS)]
     known += [path for path, _, _ in documented_fields(config, "config")]
     hint = did_you_mean(written, [f"--{name}" for name in known])
     listed = ["--config", "--config.field", "--workdir", "--overwrite", "--help", *map("--{}".format, others)]
@@ -237,10 +236,10 @@ def _find_field(config: TrainConfig, path: str, written: str) -> tuple[Any, Any,
     value: Any = config
     for name in path.split(".")[1:]:
         holder = value
-        types, takes_any = field_types(holder)
-        if name not in types and not (takes_any and name.isidentifier()):
+        known, takes_any = known_fields(holder)
+        if name not in known and not (takes_any and name.isidentifier()):
             return holder, kind, unknown_field(written, holder, name)
-        kind = types.get(name, object)
+        kind, _ = known.get(name, (object, None))
         value = getattr(holder, name, None)
     if dataclasses.is_dataclass(value):
         fields = [field.name for field in dataclasses.fields(value)]

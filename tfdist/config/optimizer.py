@@ -183,12 +183,12 @@ class OptimizerConfig(NamedOptions):
         return list(filter(None, map(str.strip, self.weight_decay_exclude.split(","))))
 
     def faults(self) -> Iterator[str]:
-        """Yields the errors in the optimizer's name and arguments."""
+        """Yields the errors in the optimizer's name, and in arguments that do not go together."""
         faults: list[str] = []
         with collect_errors(faults):
             if self.takes_any:
                 registry.check_findable("optimizer", self.name)
-            faults += self.option_faults()
+            self.option_fields()
         if self.takes_any:
             for name, value in self.options().items():
                 if isinstance(value, float) and name not in EVERY_OPTIMIZER and not math.isfinite(value):

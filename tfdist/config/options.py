@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import dataclasses
-import sys
 import typing
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from typing import Any, ClassVar
 
-from tfdist.config.constraints import option_faults, option_type
+from tfdist.config.constraints import is_whole, option_type
 from tfdist.errors import ConfigError, did_you_mean, format_value
 
 
@@ -16,7 +15,7 @@ from tfdist.errors import ConfigError, did_you_mean, format_value
 class NamedOptions:
     """A name and the options of the named object: `Group("sgd", momentum=0.9)`, or `group.momentum = 0.9`.
 
-    Any option may be set; `faults` reports options that the object does not accept. An option that is not set has its default.
+    Any option may be set; `walk.faults` reports options that the object does not accept. An option that is not set has its default.
 
     Args:
         name: The name; None means the default.
@@ -75,16 +74,14 @@ class NamedOptions:
 
     def options(self) -> dict[str, Any]:
         """Returns the options that are set. Whole numbers become floats if the option is declared as float."""
-        options = dict(self._options)
         try:
             fields = self.option_fields()
-        except ConfigError:  # `faults` reports it
-            return options
-        for name, value in options.items():
-            is_float = name in fields and option_type(fields[name]) is float
-            if is_float and type(value) is int and abs(value) <= sys.float_info.max:
-                options[name] = float(value)
-        return options
+        except (ConfigError, TypeError):  # the name is wrong; validation reports it
+            return dict(self._options)
+        floats = {name for name, field in fields.items() if option_type(field) is float}
+        return {
+            name: float(value) if name in floats and is_whole(value) else value for name, value in self._options.items()
+        }
 
     def all_options(self) -> dict[str, Any]:
         """Returns the value of each option: the one that is set, or the default."""
@@ -124,40 +121,27 @@ class NamedOptions:
             takes = f"It takes: {', '.join(fields)}."
         return f"{self.WHAT} {self.name!r} takes no {format_value(name)}{hint} {takes}"
 
-    def option_faults(self) -> Iterator[str]:
-        """Yields the errors of each single option.
 
-        Raises:
-            ConfigError: No object has this name.
-        """
-        fields = self.option_fields()
-        for name, value in self.options().items():
-            if name in fields:
-                yield from option_faults(fields[name], value, f"{self.WHAT}.{name}")
-            elif not self.takes_any:
-                yield self.unknown_option(name)
-
-
-def field_types(group: Any) -> tuple[dict[str, Any], bool]:
-    """Returns the type of each field and option of a group, and whether it accepts any other option."""
+def known_fields(group: Any) -> tuple[dict[str, tuple[Any, dataclasses.Field[Any]]], bool]:
+    """Returns the type and the field of each field and option of a group, by name, and whether the group accepts any other option."""
     if not dataclasses.is_dataclass(group):
         return {}, False
     hints = typing.get_type_hints(type(group))
-    types = {field.name: hints[field.name] for field in dataclasses.fields(group)}
+    known = {field.name: (hints[field.name], field) for field in dataclasses.fields(group)}
     if not isinstance(group, NamedOptions):
-        return types, False
+        return known, False
     try:
         options = group.option_fields()
     except (ConfigError, TypeError):  # the name is wrong; validation reports it
-        return types, True
-    return types | {name: option_type(field) or field.type for name, field in options.items()}, group.takes_any
+        return known, True
+    return known | {name: (option_type(field) or field.type, field) for name, field in options.items()}, group.takes_any
 
 
 def unknown_field(path: str, group: Any, name: str) -> str:
     """Returns the error for a name that a group of fields does not have; `path` is the path of the field, or the flag."""
     if isinstance(group, NamedOptions):
         return f"{path}: {group.unknown_option(name)}"
-    known, _ = field_types(group)
+    known, _ = known_fields(group)
     fields = "It has no fields."
     if known:
         fields = f"Known: {', '.join(known)}."

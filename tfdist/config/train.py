@@ -8,8 +8,6 @@ from __future__ import annotations
 
 import dataclasses
 import os
-import sys
-import typing
 from collections.abc import Iterator
 from typing import Any
 
@@ -136,37 +134,6 @@ def default_options(task: str, options: type) -> Any:
         raise ConfigError(
             f"{options.__qualname__}() of task {task!r} raises {describe_error(e)}; give all its fields defaults."
         ) from e
-
-
-def make_floats(config: Any) -> None:
-    """Converts whole numbers to floats in fields that are declared as float, also in groups of fields.
-
-    Raises:
-        ConfigError: A group contains itself.
-    """
-    _check_groups(config, "config", ())
-    hints = typing.get_type_hints(type(config))
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if hints[field.name] is float and isinstance(value, int) and not isinstance(value, bool):
-            if abs(value) <= sys.float_info.max:  # validation reports a larger one
-                setattr(config, field.name, float(value))
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            make_floats(value)
-
-
-def _check_groups(config: Any, path: str, outer: tuple[Any, ...]) -> None:
-    """Raises a ConfigError if a group of fields contains itself, directly or in its groups."""
-    for field in dataclasses.fields(config):
-        value = getattr(config, field.name)
-        if not dataclasses.is_dataclass(value) or isinstance(value, type):
-            continue
-        where = f"{path}.{field.name}"
-        if any(value is group for group in (*outer, config)):
-            raise ConfigError(
-                f"{where} must not hold itself. Received: a {type(value).__name__} that holds this field."
-            )
-        _check_groups(value, where, (*outer, config))
 
 
 def to_dict(config: TrainConfig) -> dict[str, Any]:

@@ -2,19 +2,13 @@
 
 from __future__ import annotations
 
-import dataclasses
 import importlib.util
-import sys
-import types
-import typing
 from collections.abc import Callable, Collection, Iterator
 from typing import Any
 
-from tfdist.config import callbacks, registry, relations
+from tfdist.config import callbacks, registry, relations, walk
 from tfdist.config.cluster import WorkerRange, worker_range
-from tfdist.config.constraints import value_faults
 from tfdist.config.optimizer import accumulation_fault
-from tfdist.config.options import unknown_field
 from tfdist.config.strategy import MAX_VIRTUAL_CPUS, StrategyConfig
 from tfdist.config.strategy_traits import StrategyTraits
 from tfdist.config.train import TrainConfig, default_options
@@ -40,21 +34,14 @@ def check(config: TrainConfig, workers: int | None = None, known: Collection[str
 
 def has_wrong_types(config: TrainConfig, *fields: str) -> bool:
     """Returns whether any of the fields, or of the fields in these groups, does not have its declared type."""
-    return _overlap(type_faults(config, ""), fields)
-
-
-def type_faults(config: Any, path: str) -> dict[str, str]:
-    """Returns an error for each field of a configuration or group that does not have its declared type, or does not exist, by its path."""
-    return dict(_type_faults(config, path))
+    return _overlap([fault.path for fault in walk.faults(config) if fault.is_type], fields)
 
 
 def group_faults(group: Any, path: str) -> Iterator[str]:
     """Yields the errors of a group of fields: of types, of values, and of fields that do not go together."""
-    mistyped = type_faults(group, path)
-    yield from mistyped.values()
-    for _, fault in value_faults(group, path, mistyped):
-        yield fault
-    if not mistyped and hasattr(group, "faults"):
+    found = list(walk.faults(group, path))
+    yield from (fault.text for fault in found)
+    if hasattr(group, "faults") and not any(fault.is_type for fault in found):
         yield from group.faults()
 
 
@@ -66,13 +53,10 @@ def _overlap(paths: Collection[str], fields: Collection[str]) -> bool:
 
 
 def _faults(config: TrainConfig, workers: int | None) -> Iterator[str]:
-    type_errors = type_faults(config, "config")
-    yield from type_errors.values()
-    mistyped = [path.removeprefix("config.") for path in type_errors]
-    invalid = list(value_faults(config, "", mistyped))
-    for _, fault in invalid:
-        yield fault
-    wrong = [*mistyped, *(path for path, _ in invalid)]
+    found = list(walk.faults(config))
+    yield from (fault.text for fault in found)
+    mistyped = [fault.path for fault in found if fault.is_type]
+    wrong = [fault.path for fault in found]
 
     def typed(*fields: str) -> bool:
         """Returns whether the fields have their declared types, so that their values can be compared."""
@@ -172,38 +156,6 @@ def _batch_faults(config: TrainConfig, replicas: int) -> Iterator[str]:
         )
     elif replicas:
         yield from divisibility_faults(config.global_batch_size, replicas)
-
-
-def _type_faults(config: Any, path: str) -> Iterator[tuple[str, str]]:
-    """Yields (path, message) for unknown attributes and values of the wrong type: a config file may assign anything."""
-    hints = typing.get_type_hints(type(config))
-    fields = {field.name: field for field in dataclasses.fields(config)}
-    for name in getattr(config, "__dict__", ()):  # a class with slots has no `__dict__`
-        # Private attributes, and attributes of the class (a cached property), are not misspelled fields.
-        if name not in fields and not name.startswith("_") and not hasattr(type(config), name):
-            where = f"{path}.{name}".removeprefix(".")
-            yield where, unknown_field(where, config, name)
-    for field in fields.values():
-        value = getattr(config, field.name)
-        expected = hints[field.name]
-        if typing.get_origin(expected) is dict:
-            expected = dict
-        if typing.get_origin(expected) in (typing.Union, types.UnionType) and type(None) in typing.get_args(expected):
-            if value is None:
-                continue
-            expected = next(kind for kind in typing.get_args(expected) if kind is not type(None))
-        where = f"{path}.{field.name}".removeprefix(".")
-        number = isinstance(value, int) and not isinstance(value, bool)
-        if expected is float and number and abs(value) <= sys.float_info.max:
-            continue
-        if (
-            isinstance(expected, (type, types.UnionType))
-            and expected is not Any  # `Any` is a class since Python 3.11
-            and (not isinstance(value, expected) or (expected is int and isinstance(value, bool)))
-        ):
-            yield where, f"{where} must be {getattr(expected, '__name__', expected)}. Received: {format_value(value)}."
-        elif dataclasses.is_dataclass(value) and not isinstance(value, type):
-            yield from _type_faults(value, where)
 
 
 def _callback_faults(config: TrainConfig) -> Iterator[str]:

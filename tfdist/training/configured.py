@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import json
 import os
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
@@ -12,9 +13,12 @@ import keras
 import tensorflow as tf
 
 from tfdist.aliases import Logs
+from tfdist.cluster import task_versions
 from tfdist.config import TrainConfig
 from tfdist.config import callbacks as callbacks_lib
+from tfdist.config import train as config_lib
 from tfdist.errors import ConfigError, describe_error, format_value, unknown_name_message
+from tfdist.monitoring import tensorboard, tracker
 from tfdist.runtime.files import check_opens, write_error_reason
 from tfdist.runtime.folders import storage
 from tfdist.runtime.folders.temporary import temporary_folder
@@ -118,6 +122,28 @@ class MonitoredMetrics(keras.callbacks.Callback):
         by = {metric: name for name, metric in self._missing}
         if missing:
             raise ConfigError(unknown_name_message(f"metric of callback {by[missing[0]]}", missing[0], known))
+
+
+def checksum(config: TrainConfig) -> str:
+    """Returns the checksum of the fields that must be equal on all tasks."""
+    fields = {name: getattr(config, name) for name in ("epochs", "nan_policy", "callbacks", "initial_weights")}
+    text = json.dumps({**config_lib.fixed(config), **fields}, default=str)
+    return task_versions.checksum(text.encode())
+
+
+def observers(config: TrainConfig, is_chief: bool, workdir: Workdir, batch_size: int) -> list[keras.callbacks.Callback]:
+    """Creates the callbacks of a run that write files: curves, a tracker, and those of `build_callbacks`."""
+    fields = config_lib.to_dict(config)
+    options = {**config.monitoring.arguments(), "hparams": fields}
+    callbacks = [tensorboard.TensorBoard(workdir.logs / "tensorboard", global_batch_size=batch_size, **options)]
+    if config.monitoring.tracker:
+        callbacks.append(tracker.Tracker(config.monitoring.tracker, fields))
+    callbacks += build_callbacks(config, is_chief, workdir)
+    if workdir.is_url:
+        uploads = keras.callbacks.LambdaCallback(on_epoch_end=lambda epoch, logs: workdir.upload())
+        uploads.only_observes = True
+        callbacks.append(uploads)  # after those that write
+    return callbacks
 
 
 def build_callbacks(

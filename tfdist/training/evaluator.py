@@ -20,7 +20,6 @@ from tfdist.config import TrainConfig
 from tfdist.config.train import backup_arguments
 from tfdist.errors import ConfigError
 from tfdist.monitoring.event_files import BY_ITERATIONS, Run
-from tfdist.monitoring.summary import finite_or_none
 from tfdist.monitoring.tensorboard import is_number
 from tfdist.runtime.files import open_own, read_file
 from tfdist.runtime.folders import storage
@@ -29,6 +28,7 @@ from tfdist.runtime.log import logger
 from tfdist.runtime.report import progress
 from tfdist.training import configured, task_checks
 from tfdist.training.backup_export import load_weights, read_weights
+from tfdist.training.summary import finite_or_none
 from tfdist.training.trainer import Trainer
 
 MODEL = "model.keras"

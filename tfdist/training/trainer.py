@@ -145,6 +145,11 @@ class Trainer:
         return self._context.num_replicas
 
     @property
+    def backup(self) -> BackupAndRestore | None:
+        """The backups of `fit`; None without them."""
+        return self._context.backup
+
+    @property
     def compression(self) -> Compressor | None:
         """The compressor of models that are not compiled yet; None without compression."""
         return self._context.engine.compressor

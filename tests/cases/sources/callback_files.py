@@ -13,10 +13,10 @@ import tfdist
 from tests.cases.arms import WORKERS
 from tests.cases.case import case
 from tfdist import config
-from tfdist.commands import train
 from tfdist.runtime.folders import claim
-from tfdist.runtime.folders.workdir import Workdir
 from tfdist.runtime.report import progress
+from tfdist.training import run
+from tfdist.training.prepared_run import PreparedRun
 
 X = np.random.default_rng(0).standard_normal((64, 12)).astype(np.float32)
 Y = X[:, :1]
@@ -253,7 +253,9 @@ def the_commands_scalars_do_not_hide_that_weights_differ(world):
     optimizer = config.OptimizerConfig(f"{__name__}:unlike_optimizer")
     job = config.TrainConfig("digits", optimizer=optimizer, global_batch_size=64, steps_per_epoch=2, epochs=1)
     trainer = tfdist.Trainer(world.trainer.strategy, check_weights=False)
-    train.train(job, Workdir(world.folder / "command"), trainer)
+    prepared = PreparedRun(job, world.folder / "command", overwrite=False)
+    with prepared.claim():
+        run.train(prepared, trainer=trainer)
 
 
 @case(WORKERS)

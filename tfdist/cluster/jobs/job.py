@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 
 from tfdist.config import TrainConfig, cluster
-from tfdist.config.constraints import between, matches, option, value_faults
+from tfdist.config.constraints import between, field_faults, matches, option
 from tfdist.errors import ConfigError, format_value
 
 
@@ -56,7 +56,9 @@ def check(config: TrainConfig, job: Job, fault: str) -> None:
     Raises:
         ConfigError: The job or the configuration is invalid; the error lists every problem.
     """
-    faults = [message for _, message in value_faults(job, "")]
+    faults: list[str] = []
+    for field in dataclasses.fields(job):
+        faults += field_faults(field.name, getattr(job, field.name), field)
     if fault:
         faults.append(fault)
     unset = {**dict.fromkeys(cluster.FLAGS, ""), "source": "auto", "ray": ""}

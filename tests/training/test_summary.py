@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 
-from tfdist.monitoring.summary import finite_or_none
+from tfdist.training.summary import finite_or_none
 
 
 def test_summary_numbers_are_json():
