@@ -5,11 +5,13 @@ from __future__ import annotations
 import abc
 import functools
 from collections.abc import Callable, Generator, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from tfdist.aliases import Launcher
+from tfdist.collectives import hardware
 from tfdist.collectives.requests import AllGather, AllReduce, Cond, RankContext, flatten, unflatten
 from tfdist.collectives.tree import fold
 from tfdist.compat import tf_cluster, tf_internals
@@ -266,19 +268,19 @@ class InProcessCommunicator(Communicator):
 class CrossProcessCommunicator(Communicator):
     """Ranks in several processes, which use TensorFlow's collectives.
 
-    Sums have the order of `tree` if `in_order`, else the order of TensorFlow's all-reduce, for example of NCCL.
+    On CPUs sums have the order of `tree`. On GPUs (`on_gpu`) NCCL adds in its own order, and all collectives run one after the other.
     """
 
-    def __init__(self, ranks: Sequence[int], size: int, launcher: Launcher, in_order: bool = True):
+    def __init__(self, ranks: Sequence[int], size: int, launcher: Launcher, on_gpu: bool = False):
         super().__init__(ranks, size)
         self._launcher = launcher
-        self._in_order = in_order
+        self._on_gpu = on_gpu
         self._tokens: dict[int, Any] = {}  # by lane
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
         # The order does not matter for two numbers. TensorFlow's ring adds more numbers in an order that depends on their position in
         # the tensor.
-        if largest or self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
+        if largest or self.processes == 2 or self._on_gpu or not tensor.dtype.is_floating:
             merge_op = "Max" if largest else "Add"
             return self._launch(tf_cluster.all_reduce, tensor, merge_op=merge_op, max_subdivs_per_device=_PIECES)
         vector = tf.reshape(tensor, [-1])
@@ -312,7 +314,7 @@ class CrossProcessCommunicator(Communicator):
         return self._launch(tf_cluster.all_gather, rows, _key_of(step))
 
     def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        if self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
+        if self.processes == 2 or self._on_gpu or not tensor.dtype.is_floating:
             return self._launch(tf_cluster.all_reduce, tensor, _key_of(step), merge_op="Add")
         gathered = self._launch(tf_cluster.all_gather, tensor[tf.newaxis], _key_of(step))
         return tree_sum([gathered[process] for process in range(self.processes)])
@@ -353,18 +355,17 @@ class CrossProcessCommunicator(Communicator):
 
     def _token(self) -> tf.Tensor:
         """Returns the ordering token of the current lane. With TensorFlow's own token every collective would wait for every other one."""
-        device = tf_cluster.device(self._launcher)
-        if "GPU" in device:  # NCCL wants the same order on all ranks
+        if self._on_gpu:  # NCCL wants the same order on all ranks
             return tf_cluster.ordering_token(self._launcher)
         lane = self._lane if self._lane < 0 else self._lane % _LANES
         if lane not in self._tokens:
-            with tf.init_scope(), tf.device(device):
+            with tf.init_scope(), tf.device(tf_cluster.device(self._launcher)):
                 self._tokens[lane] = tf_cluster.ResourceVariable(0.0)
         return self._tokens[lane].handle
 
 
 class DeviceCommunicator(CrossProcessCommunicator):
-    """Ranks on GPUs. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs, and adds in its own order.
+    """Ranks on several GPUs of each worker. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs.
 
     Messages of processes, as opposed to those of ranks, travel between their CPUs.
     """
@@ -374,7 +375,7 @@ class DeviceCommunicator(CrossProcessCommunicator):
         size = tf_internals.num_replicas(strategy)
         super().__init__(ranks, size, tf_cluster.process_launcher(strategy))
         self._communicators = [
-            CrossProcessCommunicator([rank], size, launcher, in_order=False)
+            CrossProcessCommunicator([rank], size, launcher, on_gpu=True)
             for rank, launcher in zip(ranks, tf_cluster.launchers(strategy), strict=True)
         ]
 
@@ -396,8 +397,15 @@ class DeviceCommunicator(CrossProcessCommunicator):
         return self._on_each_rank(CrossProcessCommunicator.all_reduce, tensors, largest)
 
     def _on_each_rank(self, method: Callable[..., list[Any]], values: Sequence[Any], *others: Any) -> list[Any]:
-        pairs = zip(self._communicators, values, strict=True)
-        return [method(communicator, [value], *others)[0] for communicator, value in pairs]
+        def call(communicator: Communicator, value: Any) -> Any:
+            return method(communicator, [value], *others)[0]
+
+        pairs = list(zip(self._communicators, values, strict=True))
+        if not tf.executing_eagerly():
+            return [call(*pair) for pair in pairs]
+        # A collective returns once all ranks take part in it, so each rank needs a thread.
+        with futures.ThreadPoolExecutor(len(pairs)) as threads:
+            return list(threads.map(call, *zip(*pairs, strict=True)))
 
 
 class ByteCounter(InProcessCommunicator):
@@ -433,10 +441,11 @@ class ByteCounter(InProcessCommunicator):
 
 def cross_process_communicator(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Communicator:
     """Returns the communicator of a strategy's replicas that uses TensorFlow's collectives."""
-    if "GPU" in strategy.extended.worker_devices[0]:
+    on_gpu = hardware.on_gpus(strategy)
+    if on_gpu and len(strategy.extended.worker_devices) > 1:
         return DeviceCommunicator(strategy)
-    launcher = tf_cluster.process_launcher(strategy)
-    return CrossProcessCommunicator(_ranks(strategy), tf_internals.num_replicas(strategy), launcher)
+    launcher = tf_cluster.launchers(strategy)[0] if on_gpu else tf_cluster.process_launcher(strategy)
+    return CrossProcessCommunicator(_ranks(strategy), tf_internals.num_replicas(strategy), launcher, on_gpu)
 
 
 def _ranks(strategy: tf.distribute.Strategy) -> list[int]:
