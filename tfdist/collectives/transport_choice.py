@@ -23,6 +23,10 @@ from tfdist.strategy import Strategy
 _END_SECONDS = 10.0  # limit for closing a transport
 _NAMED = "the configuration names it"
 _DEVICES = "it moves arrays of CPUs, and the replicas are on GPUs"
+_UNTESTED = (
+    "the authors of tfdist have tested workers with GPUs on CPUs that stand in for them alone; `python -m tools.gpu_check` in a checkout of "
+    "tfdist tests this machine."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,6 +56,8 @@ def choose(
     choice = connect(strategy, workers, addresses, rank, wanted, timeout_seconds)
     if rank == 0 and len(workers) > 1:
         logger.info(f"gradients travel by {choice.way}: {choice.reason}.")
+        if on_gpus(strategy):
+            logger.info(_UNTESTED)
     return choice
 
 

@@ -20,7 +20,7 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Literal
 
-from tfdist.cluster import local_cluster, task_versions
+from tfdist.cluster import ClusterSpec, local_cluster, task_versions
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.cluster.spec import ClusterTask
@@ -128,6 +128,11 @@ def _run(
             logger.warning(f"training on this host alone, though {hint}.")
     if resolved or config.cluster.starts_tasks:
         workdir.check_shared()
+    cluster = None
+    if resolved is None and config.cluster.starts_tasks:
+        cluster = local_cluster(worker_range(config.cluster.workers).most, config.cluster.ps)
+        if not config.cluster.ray:
+            discovery.check_gpus(cluster)
     is_owner = resolved is None or resolved.task == resolved.cluster.chief
     evaluator = ""
     if resolved and resolved.task.type == "evaluator":
@@ -135,8 +140,8 @@ def _run(
     with workdir.claim(is_owner, evaluator):
         if is_owner and not evaluator:
             finished.replace()
-        if resolved is None and config.cluster.starts_tasks:
-            return launch(config, argv, workdir)
+        if cluster:
+            return launch(config, cluster, argv, workdir)
         return _run_task(config, workdir, resolved, evaluator)
 
 
@@ -162,7 +167,7 @@ def _run_task(config: TrainConfig, workdir: Workdir, resolved: ResolvedCluster |
     return code
 
 
-def launch(config: TrainConfig, argv: Sequence[str], workdir: Workdir) -> int:
+def launch(config: TrainConfig, cluster: ClusterSpec, argv: Sequence[str], workdir: Workdir) -> int:
     """Starts this command again for each task of a cluster, on this machine or on Ray's nodes; returns the exit code."""
     logs = workdir.logs / "logs"
     if os.path.lexists(logs) and not logs.is_dir():
@@ -172,7 +177,6 @@ def launch(config: TrainConfig, argv: Sequence[str], workdir: Workdir) -> int:
     # The tasks get their cluster in TF_CONFIG, whatever the source is here.
     command = [sys.executable, "-m", "tfdist.train", *argv[1:]]
     workers = worker_range(config.cluster.workers)
-    cluster = local_cluster(workers.most, config.cluster.ps)
     environ = {**os.environ, SOURCE: "tf_config", **workdir.for_tasks()}
     sizes = None
     if workers.is_elastic:

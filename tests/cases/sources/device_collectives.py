@@ -5,7 +5,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfdist
-
 from tests.cases.arms import ON_GPUS, TWO_GPUS_EACH
 from tests.cases.case import case
 from tests.cases.sources.local_steps import EPOCHS, SIZE, Adam, X, Y, diloco, is_near, linear, local
