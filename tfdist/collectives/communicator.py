@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
 from concurrent import futures
@@ -33,11 +34,13 @@ class Communicator(abc.ABC):
     Subclasses define the methods that end in `_of_processes`. Each process first combines the tensors of its ranks and then exchanges one result, so the bytes of a sum do not grow
     with the number of ranks in a process. Sums over ranks have the order of `tree`.
 
-    `ranks` are the ranks in this process: consecutive numbers, equally many in each process.
+    `ranks` are the ranks in this process: consecutive numbers, equally many in each process. `devices` are their GPUs, on which TensorFlow
+    otherwise places all operations on the first; empty for CPUs.
     """
 
-    def __init__(self, ranks: Sequence[int], size: int):
+    def __init__(self, ranks: Sequence[int], size: int, devices: Sequence[str] = ()):
         self.ranks = list(ranks)
+        self._devices = devices
         self.size = size
         self._lane = 0
 
@@ -59,9 +62,10 @@ class Communicator(abc.ABC):
         while True:
             requests = []
             results = []
-            for exchange, answer in zip(exchanges, answers, strict=True):
+            for number, (exchange, answer) in enumerate(zip(exchanges, answers, strict=True)):
                 try:
-                    requests.append(exchange.send(answer))
+                    with self._on_device(number):
+                        requests.append(exchange.send(answer))
                 except StopIteration as e:
                     results.append(e.value)
             if results:
@@ -113,7 +117,10 @@ class Communicator(abc.ABC):
     def all_reduce(self, tensors: Sequence[Sequence[tf.Tensor]], largest: bool = False) -> list[list[tf.Tensor]]:
         """Returns the sums (if `largest`, the maxima) over all ranks, for each rank in this process: `[ranks][tensors]`, as `tensors`."""
         join = functools.partial(functools.reduce, tf.maximum) if largest else tree_sum
-        totals = [join(values) for values in zip(*tensors, strict=True)]
+        totals = []
+        for number, values in enumerate(zip(*tensors, strict=True)):
+            with self._on_device(number + self._lane):  # in turn
+                totals.append(join(values))
         if self.processes > 1:
             totals = self._reduce_packed(totals, largest)
         return [list(totals) for _ in tensors]
@@ -129,6 +136,9 @@ class Communicator(abc.ABC):
     def gather_parts(self, part: tf.Tensor, lane: int = 0) -> tf.Tensor:
         """Returns the concatenated parts of all processes, vectors of equal length, as `reduce_scatter` returns them."""
         return self._in_lane(lane, lambda: tf.reshape(self._gather_of_processes(part), [-1]))
+
+    def _on_device(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        return tf.device(self._devices[number % len(self._devices)]) if self._devices else contextlib.nullcontext()
 
     def _in_lane(self, lane: int, work: Callable[[], Any]) -> Any:
         outer_lane = self._lane
@@ -221,7 +231,8 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
             if traits_of(strategy).several_processes:
                 strategy.communicator = cross_process_communicator(strategy)
             else:
-                strategy.communicator = InProcessCommunicator(tf_internals.num_replicas(strategy))
+                devices = strategy.extended.worker_devices if hardware.on_gpus(strategy) else ()
+                strategy.communicator = InProcessCommunicator(tf_internals.num_replicas(strategy), devices)
     return strategy.communicator
 
 
@@ -238,8 +249,8 @@ def check_compresses(strategy: tf.distribute.Strategy) -> None:
 class InProcessCommunicator(Communicator):
     """Ranks that are all in this process: their collectives are ordinary operations."""
 
-    def __init__(self, size: int):
-        super().__init__(range(size), size)
+    def __init__(self, size: int, devices: Sequence[str] = ()):
+        super().__init__(range(size), size, devices)
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
         return tensor
@@ -374,6 +385,7 @@ class DeviceCommunicator(CrossProcessCommunicator):
         ranks = _ranks(strategy)
         size = tf_internals.num_replicas(strategy)
         super().__init__(ranks, size, tf_cluster.process_launcher(strategy))
+        self._devices = strategy.extended.worker_devices
         self._communicators = [
             CrossProcessCommunicator([rank], size, launcher, on_gpu=True)
             for rank, launcher in zip(ranks, tf_cluster.launchers(strategy), strict=True)
@@ -397,15 +409,16 @@ class DeviceCommunicator(CrossProcessCommunicator):
         return self._on_each_rank(CrossProcessCommunicator.all_reduce, tensors, largest)
 
     def _on_each_rank(self, method: Callable[..., list[Any]], values: Sequence[Any], *others: Any) -> list[Any]:
-        def call(communicator: Communicator, value: Any) -> Any:
-            return method(communicator, [value], *others)[0]
+        def call(number: int) -> Any:
+            with self._on_device(number):
+                return method(self._communicators[number], [values[number]], *others)[0]
 
-        pairs = list(zip(self._communicators, values, strict=True))
+        numbers = range(len(self.ranks))
         if not tf.executing_eagerly():
-            return [call(*pair) for pair in pairs]
+            return list(map(call, numbers))
         # A collective returns once all ranks take part in it, so each rank needs a thread.
-        with futures.ThreadPoolExecutor(len(pairs)) as threads:
-            return list(threads.map(call, *zip(*pairs, strict=True)))
+        with futures.ThreadPoolExecutor(len(numbers)) as threads:
+            return list(threads.map(call, numbers))
 
 
 class ByteCounter(InProcessCommunicator):
