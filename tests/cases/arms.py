@@ -17,6 +17,7 @@ class Arm:
         threads: For each rank the number of threads of TensorFlow's operations, if it matters.
         transport: The transport of gradients, if it is not chosen by itself.
         pieces: Whether the workers hold each kernel in pieces, by a layout map.
+        on_gpus: Whether the CPU devices stand in for GPUs: collectives take the ways of GPUs, but for NCCL's kernels.
     """
 
     name: str
@@ -26,6 +27,7 @@ class Arm:
     threads: tuple[int, ...] = ()
     transport: str = ""
     pieces: bool = False
+    on_gpus: bool = False
 
 
 ONE_DEVICE = Arm("one_device", "one_device")
@@ -38,6 +40,9 @@ UNLIKE_THREADS = Arm("unlike_threads", "multi_worker_mirrored", workers=2, threa
 SERVERS = Arm("servers", "parameter_server")
 GRPC = Arm("grpc", "multi_worker_mirrored", workers=2, transport="grpc")
 PIECES = Arm("pieces", "multi_worker_mirrored", workers=2, pieces=True)
+ON_GPUS = Arm("on_gpus", "multi_worker_mirrored", workers=2, on_gpus=True)
+TWO_GPUS_EACH = Arm("two_gpus_each", "multi_worker_mirrored", devices=2, workers=2, on_gpus=True)
+PIECES_ON_GPUS = Arm("pieces_on_gpus", "multi_worker_mirrored", workers=2, pieces=True, on_gpus=True)
 ALL = (MIRRORED, WORKERS, TWO_EACH, SERVERS)  # what users begin with
 ARMS = {
     arm.name: arm
@@ -52,5 +57,8 @@ ARMS = {
         SERVERS,
         GRPC,
         PIECES,
+        ON_GPUS,
+        TWO_GPUS_EACH,
+        PIECES_ON_GPUS,
     )
 }

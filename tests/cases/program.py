@@ -17,6 +17,8 @@ arm, out, chosen = ARMS[sys.argv[1]], pathlib.Path(sys.argv[2]), sys.argv[3:]
 rank = json.loads(os.environ["TF_CONFIG"])["task"]["index"] if "TF_CONFIG" in os.environ else 0
 if arm.threads:  # TensorFlow reads it when it starts
     os.environ["TF_NUM_INTRAOP_THREADS"] = str(arm.threads[rank])
+if arm.on_gpus:
+    os.environ["TFDIST_CPUS_AS_GPUS"] = "1"
 
 import keras  # noqa: E402
 

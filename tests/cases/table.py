@@ -31,8 +31,12 @@ def of(arm: Arm, first: str = "a", last: str = "z") -> pytest.MarkDecorator:
 
 
 def results(once: Once, item: pytest.Item, arm: Arm, one: Case) -> list[dict[str, Any]]:
-    """Returns what each rank found in a case. The chosen cases of a file run together."""
-    cases = [each.callspec.params["one"] for each in item.session.items if each.path == item.path]
+    """Returns what each rank found in a case. The chosen cases of an arm in a file run together."""
+    cases = [
+        each.callspec.params["one"]
+        for each in item.session.items
+        if each.path == item.path and each.callspec.params["arm"] == arm
+    ]
     together = next(program for program in programs(cases) if one in program)
     names = [f"{each.source}.{each.name}" for each in together]
     out = once.folder(f"cases {arm.name} {names}", lambda folder: run(arm, names, folder)) / "out"

@@ -335,7 +335,7 @@ def test_too_few_ranks_for_the_servers():
         ("0,1,2,3", 1, 0, {}, "1"),
         ("0,1,2,3,4,5,6,7", 2, 0, {}, "4,5"),
         ("0,1,2,3,4", 3, 0, {}, "3"),
-        ("0", 1, 0, {}, None),
+        ("-1,0", 1, 0, {}, None),
         ("", 0, 0, {}, None),
         ("0,1,2,3", 0, 0, {"SLURM_GPUS_PER_TASK": "2"}, None),
         # A chief, two workers, a server.
@@ -353,6 +353,32 @@ def test_workers_of_one_host_share_its_gpus(visible, rank, ps, more, expected):
     assert found.environ.get("CUDA_VISIBLE_DEVICES") == expected
     if expected is not None:
         assert not discovery.resolve({**environ, **found.environ}, ps=ps).environ, "a share is not shared again"
+
+
+def test_a_chief_that_computes_has_its_gpu():
+    cluster = ClusterSpec({"chief": ["10.0.0.1:1"], "worker": ["10.0.0.1:2"]})
+    for task, expected in ((TaskSpec("chief", 0), "0"), (TaskSpec("worker", 0), "1")):
+        environ = {"TF_CONFIG": cluster.to_tf_config(task), "CUDA_VISIBLE_DEVICES": "0,1"}
+        assert discovery.resolve(environ).environ["CUDA_VISIBLE_DEVICES"] == expected
+
+
+def test_unused_gpus_are_named_once(caplog):
+    for rank, expected in ((0, "0,1"), (1, "2,3")):
+        found = discovery.resolve(slurm("n1", "2", rank, 0, rank, CUDA_VISIBLE_DEVICES="0,1,2,3,4"))
+        assert found.environ["CUDA_VISIBLE_DEVICES"] == expected
+    sentence = "2 tasks share the 5 GPUs of the host 127.0.0.1: each uses 2, and 1 is unused. To use all, start a number of tasks that divides it."
+    assert [record.getMessage() for record in caplog.records] == [sentence]
+
+
+@pytest.mark.parametrize(("gpus", "ps"), [(1, 0), (3, 0), (1, 1)])
+def test_fewer_gpus_than_tasks_is_an_error_on_each_task(gpus, ps):
+    named = ",".join(map(str, range(gpus)))
+    error = rf"{4 - 2 * ps} tasks .* share the host 127.0.0.1, .* Received: {gpus} \({named}\). Start at most {gpus} there, .* CUDA_VISIBLE_DEVICES= "
+    for rank in range(4):
+        environ = slurm("n1", "4", rank, 0, rank, CUDA_VISIBLE_DEVICES=named)
+        with pytest.raises(ConfigError, match=error):
+            discovery.resolve(environ, ps=ps)
+        assert not discovery.resolve(environ | {"CUDA_VISIBLE_DEVICES": ""}, ps=ps).environ
 
 
 @pytest.mark.parametrize("source", ["tf_config", "auto"])

@@ -11,9 +11,10 @@ import sys
 import pytest
 
 from tests.helpers import tiers
-from tfdist.commands import launch
+from tfdist.commands import launch, train, verify
 
 ROOT = pathlib.Path(__file__).parents[2]
+WORKERS = ("--config.strategy.name=multi_worker_mirrored", "--config.cluster.workers=2")
 
 
 @pytest.mark.parametrize(
@@ -54,6 +55,22 @@ def test_a_faulty_command_line_is_told_in_sentences(flags, told, tmp_path, monke
     monkeypatch.chdir(tmp_path)
     assert launch.main(["launch", *flags]) == 2
     assert told in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("command", "arguments"),
+    [
+        (launch, ["--workers=2", "true"]),
+        (verify, ["true"]),
+        (train, ["--config=digits", *WORKERS, "--workdir=work"]),
+    ],
+)
+def test_nothing_starts_on_a_host_with_fewer_gpus_than_workers(command, arguments, tmp_path, monkeypatch, capsys):
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "0")
+    assert command.main(["", *arguments]) == 2
+    assert "Start at most 1 there, as by --workers=1, or set CUDA_VISIBLE_DEVICES= (empty)" in capsys.readouterr().err
     assert not list(tmp_path.iterdir())
 
 

@@ -6,6 +6,7 @@ import os
 import pytest
 
 from tests.multiprocess import harness, models
+from tfdist.collectives import hardware
 
 SYNCHRONOUS = (
     pytest.param("central_storage", marks=pytest.mark.slow),  # tests/end_to_end/test_train.py trains with it, too
@@ -34,7 +35,7 @@ def runs(once):
 
 def _environment(strategy):
     """Returns what programs of workers take from the environment."""
-    names = (harness.TRANSPORT, harness.HOSTS) if strategy.startswith("multi_worker") else ()
+    names = (harness.TRANSPORT, harness.HOSTS, hardware.STAND_IN) if strategy.startswith("multi_worker") else ()
     return {name: os.environ[name] for name in names if name in os.environ}
 
 

@@ -7,6 +7,7 @@ import pytest
 
 from tests.helpers import tiers
 from tests.multiprocess import harness
+from tfdist.collectives import hardware
 
 WORKERS = "multi_worker_mirrored"
 FIRST = ("dense-adamw", "embedding")
@@ -120,6 +121,14 @@ def test_pieces_train_as_one_process(runs, mesh, case):
         assert harness.difference(weights, rank["weights"]) == 0
         assert harness.difference(slots, stock["saved"][1]) < limit
         assert harness.difference(*rank["predicted"]) < limit
+
+
+@pytest.mark.full
+def test_pieces_on_gpus_train_as_one_process(runs, monkeypatch):
+    monkeypatch.setenv(hardware.STAND_IN, "1")
+    test_pieces_train_as_one_process(runs, "2x2", FIRST[0])
+    _, out = run(runs, "2x2", FIRST[0])
+    assert next((out / "logs").glob("*worker-0*")).read_text().count("on CPUs that stand in for them alone") == 1
 
 
 PARTS = [(mesh, case) for mesh in ("1x2", "2x2") for case in SPLIT if mesh == "1x2" or "dropout" not in case]

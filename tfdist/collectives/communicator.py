@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import abc
+import contextlib
 import functools
 from collections.abc import Callable, Generator, Sequence
+from concurrent import futures
 from typing import Any, TypeVar
 
 import tensorflow as tf
 
 from tfdist.aliases import Launcher
+from tfdist.collectives import hardware
 from tfdist.collectives.requests import AllGather, AllReduce, Cond, RankContext, flatten, unflatten
 from tfdist.collectives.tree import fold
 from tfdist.compat import tf_cluster, tf_internals
@@ -31,11 +34,13 @@ class Communicator(abc.ABC):
     Subclasses define the methods that end in `_of_processes`. Each process first combines the tensors of its ranks and then exchanges one result, so the bytes of a sum do not grow
     with the number of ranks in a process. Sums over ranks have the order of `tree`.
 
-    `ranks` are the ranks in this process: consecutive numbers, equally many in each process.
+    `ranks` are the ranks in this process: consecutive numbers, equally many in each process. `devices` are their GPUs, on which TensorFlow
+    otherwise places all operations on the first; empty for CPUs.
     """
 
-    def __init__(self, ranks: Sequence[int], size: int):
+    def __init__(self, ranks: Sequence[int], size: int, devices: Sequence[str] = ()):
         self.ranks = list(ranks)
+        self._devices = devices
         self.size = size
         self._lane = 0
 
@@ -57,9 +62,10 @@ class Communicator(abc.ABC):
         while True:
             requests = []
             results = []
-            for exchange, answer in zip(exchanges, answers, strict=True):
+            for number, (exchange, answer) in enumerate(zip(exchanges, answers, strict=True)):
                 try:
-                    requests.append(exchange.send(answer))
+                    with self._on_device(number):
+                        requests.append(exchange.send(answer))
                 except StopIteration as e:
                     results.append(e.value)
             if results:
@@ -111,7 +117,10 @@ class Communicator(abc.ABC):
     def all_reduce(self, tensors: Sequence[Sequence[tf.Tensor]], largest: bool = False) -> list[list[tf.Tensor]]:
         """Returns the sums (if `largest`, the maxima) over all ranks, for each rank in this process: `[ranks][tensors]`, as `tensors`."""
         join = functools.partial(functools.reduce, tf.maximum) if largest else tree_sum
-        totals = [join(values) for values in zip(*tensors, strict=True)]
+        totals = []
+        for number, values in enumerate(zip(*tensors, strict=True)):
+            with self._on_device(number + self._lane):  # in turn
+                totals.append(join(values))
         if self.processes > 1:
             totals = self._reduce_packed(totals, largest)
         return [list(totals) for _ in tensors]
@@ -127,6 +136,9 @@ class Communicator(abc.ABC):
     def gather_parts(self, part: tf.Tensor, lane: int = 0) -> tf.Tensor:
         """Returns the concatenated parts of all processes, vectors of equal length, as `reduce_scatter` returns them."""
         return self._in_lane(lane, lambda: tf.reshape(self._gather_of_processes(part), [-1]))
+
+    def _on_device(self, number: int) -> contextlib.AbstractContextManager[Any]:
+        return tf.device(self._devices[number % len(self._devices)]) if self._devices else contextlib.nullcontext()
 
     def _in_lane(self, lane: int, work: Callable[[], Any]) -> Any:
         outer_lane = self._lane
@@ -219,7 +231,8 @@ def communicator_for(strategy: tf.distribute.Strategy) -> Communicator:
             if traits_of(strategy).several_processes:
                 strategy.communicator = cross_process_communicator(strategy)
             else:
-                strategy.communicator = InProcessCommunicator(tf_internals.num_replicas(strategy))
+                devices = strategy.extended.worker_devices if hardware.on_gpus(strategy) else ()
+                strategy.communicator = InProcessCommunicator(tf_internals.num_replicas(strategy), devices)
     return strategy.communicator
 
 
@@ -236,8 +249,8 @@ def check_compresses(strategy: tf.distribute.Strategy) -> None:
 class InProcessCommunicator(Communicator):
     """Ranks that are all in this process: their collectives are ordinary operations."""
 
-    def __init__(self, size: int):
-        super().__init__(range(size), size)
+    def __init__(self, size: int, devices: Sequence[str] = ()):
+        super().__init__(range(size), size, devices)
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
         return tensor
@@ -266,19 +279,19 @@ class InProcessCommunicator(Communicator):
 class CrossProcessCommunicator(Communicator):
     """Ranks in several processes, which use TensorFlow's collectives.
 
-    Sums have the order of `tree` if `in_order`, else the order of TensorFlow's all-reduce, for example of NCCL.
+    On CPUs sums have the order of `tree`. On GPUs (`on_gpu`) NCCL adds in its own order, and all collectives run one after the other.
     """
 
-    def __init__(self, ranks: Sequence[int], size: int, launcher: Launcher, in_order: bool = True):
+    def __init__(self, ranks: Sequence[int], size: int, launcher: Launcher, on_gpu: bool = False):
         super().__init__(ranks, size)
         self._launcher = launcher
-        self._in_order = in_order
+        self._on_gpu = on_gpu
         self._tokens: dict[int, Any] = {}  # by lane
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
         # The order does not matter for two numbers. TensorFlow's ring adds more numbers in an order that depends on their position in
         # the tensor.
-        if largest or self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
+        if largest or self.processes == 2 or self._on_gpu or not tensor.dtype.is_floating:
             merge_op = "Max" if largest else "Add"
             return self._launch(tf_cluster.all_reduce, tensor, merge_op=merge_op, max_subdivs_per_device=_PIECES)
         vector = tf.reshape(tensor, [-1])
@@ -312,7 +325,7 @@ class CrossProcessCommunicator(Communicator):
         return self._launch(tf_cluster.all_gather, rows, _key_of(step))
 
     def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        if self.processes == 2 or not (self._in_order and tensor.dtype.is_floating):
+        if self.processes == 2 or self._on_gpu or not tensor.dtype.is_floating:
             return self._launch(tf_cluster.all_reduce, tensor, _key_of(step), merge_op="Add")
         gathered = self._launch(tf_cluster.all_gather, tensor[tf.newaxis], _key_of(step))
         return tree_sum([gathered[process] for process in range(self.processes)])
@@ -353,18 +366,17 @@ class CrossProcessCommunicator(Communicator):
 
     def _token(self) -> tf.Tensor:
         """Returns the ordering token of the current lane. With TensorFlow's own token every collective would wait for every other one."""
-        device = tf_cluster.device(self._launcher)
-        if "GPU" in device:  # NCCL wants the same order on all ranks
+        if self._on_gpu:  # NCCL wants the same order on all ranks
             return tf_cluster.ordering_token(self._launcher)
         lane = self._lane if self._lane < 0 else self._lane % _LANES
         if lane not in self._tokens:
-            with tf.init_scope(), tf.device(device):
+            with tf.init_scope(), tf.device(tf_cluster.device(self._launcher)):
                 self._tokens[lane] = tf_cluster.ResourceVariable(0.0)
         return self._tokens[lane].handle
 
 
 class DeviceCommunicator(CrossProcessCommunicator):
-    """Ranks on GPUs. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs, and adds in its own order.
+    """Ranks on several GPUs of each worker. Each rank takes part in the collectives itself: NCCL chooses the fastest route between GPUs.
 
     Messages of processes, as opposed to those of ranks, travel between their CPUs.
     """
@@ -373,8 +385,9 @@ class DeviceCommunicator(CrossProcessCommunicator):
         ranks = _ranks(strategy)
         size = tf_internals.num_replicas(strategy)
         super().__init__(ranks, size, tf_cluster.process_launcher(strategy))
+        self._devices = strategy.extended.worker_devices
         self._communicators = [
-            CrossProcessCommunicator([rank], size, launcher, in_order=False)
+            CrossProcessCommunicator([rank], size, launcher, on_gpu=True)
             for rank, launcher in zip(ranks, tf_cluster.launchers(strategy), strict=True)
         ]
 
@@ -396,8 +409,16 @@ class DeviceCommunicator(CrossProcessCommunicator):
         return self._on_each_rank(CrossProcessCommunicator.all_reduce, tensors, largest)
 
     def _on_each_rank(self, method: Callable[..., list[Any]], values: Sequence[Any], *others: Any) -> list[Any]:
-        pairs = zip(self._communicators, values, strict=True)
-        return [method(communicator, [value], *others)[0] for communicator, value in pairs]
+        def call(number: int) -> Any:
+            with self._on_device(number):
+                return method(self._communicators[number], [values[number]], *others)[0]
+
+        numbers = range(len(self.ranks))
+        if not tf.executing_eagerly():
+            return list(map(call, numbers))
+        # A collective returns once all ranks take part in it, so each rank needs a thread.
+        with futures.ThreadPoolExecutor(len(numbers)) as threads:
+            return list(threads.map(call, numbers))
 
 
 class ByteCounter(InProcessCommunicator):
@@ -433,10 +454,11 @@ class ByteCounter(InProcessCommunicator):
 
 def cross_process_communicator(strategy: tf.distribute.MultiWorkerMirroredStrategy) -> Communicator:
     """Returns the communicator of a strategy's replicas that uses TensorFlow's collectives."""
-    if "GPU" in strategy.extended.worker_devices[0]:
+    on_gpu = hardware.on_gpus(strategy)
+    if on_gpu and len(strategy.extended.worker_devices) > 1:
         return DeviceCommunicator(strategy)
-    launcher = tf_cluster.process_launcher(strategy)
-    return CrossProcessCommunicator(_ranks(strategy), tf_internals.num_replicas(strategy), launcher)
+    launcher = tf_cluster.launchers(strategy)[0] if on_gpu else tf_cluster.process_launcher(strategy)
+    return CrossProcessCommunicator(_ranks(strategy), tf_internals.num_replicas(strategy), launcher, on_gpu)
 
 
 def _ranks(strategy: tf.distribute.Strategy) -> list[int]:

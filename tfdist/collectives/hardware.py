@@ -17,6 +17,12 @@ import tensorflow as tf
 from tfdist.strategy import as_ours
 
 _CPU_INFO = pathlib.Path("/proc/cpuinfo")
+STAND_IN = "TFDIST_CPUS_AS_GPUS"  # set by tests, in which the CPUs of workers stand in for GPUs
+
+
+def on_gpus(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether the replicas of a strategy of workers are on GPUs."""
+    return "GPU" in strategy.extended.worker_devices[0] or bool(os.environ.get(STAND_IN))
 
 
 def intra_op_threads() -> int:

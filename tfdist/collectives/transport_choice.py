@@ -10,6 +10,7 @@ from tfdist.collectives import shared_memory_rendezvous, transports
 from tfdist.collectives.buffer_transport import BufferTransport
 from tfdist.collectives.buffered import BufferedCommunicator
 from tfdist.collectives.communicator import Communicator, cross_process_communicator
+from tfdist.collectives.hardware import on_gpus
 from tfdist.collectives.ranks import Ranks
 from tfdist.collectives.transports import Bootstrap
 from tfdist.compat import tf_cluster
@@ -22,6 +23,10 @@ from tfdist.strategy import Strategy
 _END_SECONDS = 10.0  # limit for closing a transport
 _NAMED = "the configuration names it"
 _DEVICES = "it moves arrays of CPUs, and the replicas are on GPUs"
+_UNTESTED = (
+    "the authors of tfdist have tested workers with GPUs on CPUs that stand in for them alone; `python -m tools.gpu_check` in a checkout of "
+    "tfdist tests this machine."
+)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +56,8 @@ def choose(
     choice = connect(strategy, workers, addresses, rank, wanted, timeout_seconds)
     if rank == 0 and len(workers) > 1:
         logger.info(f"gradients travel by {choice.way}: {choice.reason}.")
+        if on_gpus(strategy):
+            logger.info(_UNTESTED)
     return choice
 
 
@@ -73,7 +80,7 @@ def connect(
         )
     # The chief's random number keeps the keys of several strategies of a cluster apart, because the store keeps them all.
     bootstrap = Bootstrap(f"tfdist/transport/{numbers[0, 1]}", ranks, addresses, timeout_seconds)
-    default = "nccl" if _on_gpus(strategy) else "grpc"
+    default = "nccl" if on_gpus(strategy) else "grpc"
     if ranks.size == 1:
         choice = Choice(default, default, "there is one worker", cross_process_communicator(strategy))
     elif wanted == "auto":
@@ -81,7 +88,7 @@ def connect(
     elif wanted in TENSORFLOW_TRANSPORTS:
         choice = Choice(wanted, wanted, _NAMED, cross_process_communicator(strategy))
     else:
-        connected = transports.connect(wanted, bootstrap, _DEVICES if _on_gpus(strategy) else "")
+        connected = transports.connect(wanted, bootstrap, _DEVICES if on_gpus(strategy) else "")
         if connected.transport is None:
             reason = connected.reason
             raise ConfigError(f"strategy.transport={wanted} is not possible: {reason}. Use strategy.transport=grpc.")
@@ -95,7 +102,7 @@ def connect(
 def _automatic(strategy: Strategy, bootstrap: Bootstrap, default: str) -> Choice:
     """Chooses by the workers' devices and hosts only: a choice by measured speed could differ after a restart and change the results."""
     tensorflow = cross_process_communicator(strategy)
-    unfit = bootstrap.ranks.agree("the replicas are on GPUs" if _on_gpus(strategy) else "")
+    unfit = bootstrap.ranks.agree("the replicas are on GPUs" if on_gpus(strategy) else "")
     if unfit:
         return Choice(default, default, unfit, tensorflow)
     hosts = len(set(bootstrap.ranks.gather_texts(shared_memory_rendezvous.host_key())))
@@ -120,10 +127,6 @@ def _buffered(strategy: Strategy, transport: BufferTransport, timeout_seconds: f
     return BufferedCommunicator(
         strategy.local_replicas, strategy.num_replicas_in_sync, launcher, transport, timeout_seconds
     )
-
-
-def _on_gpus(strategy: Strategy) -> bool:
-    return "GPU" in strategy.extended.worker_devices[0]
 
 
 def _end(communicator: BufferedCommunicator) -> None:

@@ -28,7 +28,7 @@ from typing import Any
 from absl import flags
 
 from tfdist.cluster import local_cluster
-from tfdist.cluster.resolvers import hosts
+from tfdist.cluster.resolvers import discovery, hosts
 from tfdist.config import cluster as cluster_lib
 from tfdist.config import command_line
 from tfdist.config.constraints import MOST_SECONDS, MOST_TASKS
@@ -179,6 +179,8 @@ def _launcher(values: flags.FlagValues, command: Sequence[str]) -> Launcher:
                 limits["sizes"] = Sizes(*workers, values.replicas, values.join_seconds)
         if values.stdin:
             limits["stdin"] = hosts.parse_task(cluster, values.stdin, "--stdin")
+        if not values.ray:
+            discovery.check_gpus(cluster, here)
         if not faults:
             _make_log_dir(values.log_dir)
             options = Options(command, cluster, values.log_dir, fresh_ports=not has_hosts, here=here, **limits)

@@ -23,6 +23,8 @@ from collections.abc import Iterator, Sequence
 
 from absl import flags
 
+from tfdist.cluster import local_cluster
+from tfdist.cluster.resolvers import discovery
 from tfdist.config import command_line, registry, relations
 from tfdist.config.compression import COMPRESSORS
 from tfdist.config.constraints import MOST_SECONDS, MOST_STEPS
@@ -50,13 +52,15 @@ def main(argv: Sequence[str]) -> int:
         faults = list(_faults(values, command))
         if faults:
             raise ConfigError(faults)
+        plan = _plan(values, command)
+        discovery.check_gpus(local_cluster(plan.workers, plan.ps))
         _make_folder(values.out)
     except (ConfigError, flags.Error) as e:
         print(printable_lines(e), file=sys.stderr)
         return DID_NOT_RUN_CODE
     letters = values.arms.upper().replace(",", "")
     try:
-        report = _verify(_plan(values, command), letters, 60 * values.minutes)
+        report = _verify(plan, letters, 60 * values.minutes)
     except KeyboardInterrupt:
         return 128 + signal.SIGINT
     print(encodable(report.as_text()))

@@ -68,6 +68,14 @@ def ordering_token(launcher: Launcher) -> tf.Tensor:
     return launcher._get_ordering_token()
 
 
+def share_order(
+    strategy: tf.distribute.MultiWorkerMirroredStrategy, first: tf.distribute.MultiWorkerMirroredStrategy
+) -> None:
+    """Makes collectives that a strategy launches on devices wait for those that `first` has launched there, and the reverse."""
+    for launcher, other in zip(launchers(strategy), launchers(first), strict=True):
+        launcher._ordering_token = other._ordering_token
+
+
 def abort_collectives(code: int, message: str) -> None:
     """Makes all collectives of this process fail."""
     eager_context.context().abort_collective_ops(code, message)

@@ -40,7 +40,7 @@ FEATURES = {
     "parameter_server": "parameter_server",
     "central_storage": "central_storage",
     "several_replicas": "several replicas",
-    "gpus_of_workers": "GPUs of several workers",
+    "gpus_of_workers": "several GPUs of one of several workers",
     # A run
     "compression": "compression",
     "deterministic": "deterministic operations",
@@ -110,6 +110,7 @@ _NOT_ALONE = "whose workers do not wait for each other"
 _SHARED = "whose replicas share their variables"
 _ONE_READ = "whose steps read a variable once and write it at their end"
 _ONE_DEVICE = "because a worker measures and trains by itself with one device (yet)"
+_ONE_GPU = "because only one GPU of a worker sends and receives pieces and rows (yet)"
 _NOT_KNOWN = "which is not known to update each element independently"
 _UNCOMPILED = "compile the model with jit_compile=False"
 _FOR_WORKERS = "because it is for multi_worker_mirrored"
@@ -203,7 +204,6 @@ RELATIONS = (
         _LEAVE_ONE,
     ),
     # The mesh
-    Relation("mesh", "gpus_of_workers", "because pieces travel between CPUs only (yet)", "use CPUs"),
     Relation(
         "mesh",
         "shard_optimizer",
@@ -248,8 +248,8 @@ RELATIONS = (
     Relation(
         "shard_optimizer",
         "gpus_of_workers",
-        "because pieces travel between CPUs only (yet)",
-        "set shard_optimizer=False",
+        _ONE_GPU,
+        "start a worker for each GPU, or set shard_optimizer=False",
     ),
     Relation(
         "SwapEMAWeights",
@@ -289,7 +289,7 @@ RELATIONS = (
         f"change the optimizer, or {_WHOLE_TABLE}",
     ),
     Relation("worker_table", "jit_compile", "because XLA has no collectives", f"{_UNCOMPILED}, or {_WHOLE_TABLE}"),
-    Relation("worker_table", "gpus_of_workers", "which do not exchange rows (yet)", f"use CPUs, or {_WHOLE_TABLE}"),
+    Relation("worker_table", "gpus_of_workers", _ONE_GPU, f"start a worker for each GPU, or {_WHOLE_TABLE}"),
     Relation(
         "lazy_rows",
         "not_elementwise",

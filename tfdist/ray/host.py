@@ -23,6 +23,7 @@ from ray.util import placement_group
 from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
 from tfdist.cluster import ClusterSpec, TaskSpec
+from tfdist.cluster.resolvers.discovery import GPUS_SHARED
 from tfdist.errors import ClusterError
 from tfdist.launch.process import TaskProcess
 from tfdist.launch.start import Host
@@ -313,6 +314,8 @@ class RayHost(Host):
     def _environ(self, cluster: ClusterSpec | None = None, spec: TaskSpec | None = None) -> dict[str, str]:
         cluster = cluster or self.options.cluster
         environ = self.options.task_environ(cluster, spec or cluster.tasks()[0], self.folder)
+        if self.resources.get("GPU"):  # Ray sets CUDA_VISIBLE_DEVICES of each actor
+            environ[GPUS_SHARED] = "1"
         return {name: value for name, value in environ.items() if _PASSED.fullmatch(name)}
 
     def _store(self, spec: TaskSpec, event: Event) -> None:

@@ -20,10 +20,10 @@ import tensorflow as tf
 
 from tfdist.aliases import Structure
 from tfdist.cluster import TaskSpec
-from tfdist.collectives import finished, own_time, transport_choice
+from tfdist.collectives import finished, hardware, own_time, transport_choice
 from tfdist.collectives.communicator import Communicator
 from tfdist.collectives.ranks import Ranks
-from tfdist.compat import call_stack, keras_distribution, keras_internals, tf_internals
+from tfdist.compat import call_stack, keras_distribution, keras_internals, tf_cluster, tf_internals
 from tfdist.compat.laid_out import LaidOutVariable
 from tfdist.compat.split_value import become
 from tfdist.config import relations
@@ -189,6 +189,8 @@ def split(world: Any, distribution: Any) -> MultiWorkerMirroredStrategy:
     def connect(members: Sequence[int]) -> MultiWorkerMirroredStrategy:
         options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=world.config.timeout_seconds or None)
         strategy = MultiWorkerMirroredStrategy(world.cluster_resolver, options, members=members)
+        if hardware.on_gpus(world):  # NCCL wants one order of the collectives of all groups that share a GPU
+            tf_cluster.share_order(strategy, world)
         names = [str(tasks[member]) for member in members]
         addresses = [cluster.address(tasks[member]) for member in members]
         # MPI has no group of some of its processes here.
@@ -218,10 +220,7 @@ def check(world: Any, grid: Grid) -> None:
             f"The DeviceMesh {grid.sizes} of keras.distribution.ModelParallel has {grid.ranks} devices, and there must be one for each worker, "
             f"with one device each. Received: {workers} workers with {world.num_replicas_in_sync} devices."
         )
-    asked = {"mesh": "", **world.config.asked()}
-    if "GPU" in world.extended.worker_devices[0]:
-        asked["gpus_of_workers"] = ""
-    relations.check(asked, "mesh")
+    relations.check({"mesh": "", **world.config.asked()}, "mesh")
 
 
 @dataclasses.dataclass(frozen=True, eq=False)

@@ -53,7 +53,7 @@ class MultiWorkerMirroredStrategy(UniqueCollectiveKeys, KerasStrategy, tf_strate
     ):
         first_member = members[0] if members else 0
         super().__init__(cluster_resolver, communication_options, devices, members, first_member=first_member)
-        if "GPU" not in self.extended.worker_devices[0]:  # NCCL adds in its own order
+        if not hardware.on_gpus(self):  # NCCL adds in its own order
             tf_strategies.sum_by(self, cross_process_communicator(self).all_reduce)
         if cluster_resolver is not None:
             # A second strategy would restart the server while the other workers' collectives are still in flight.

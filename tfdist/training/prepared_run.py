@@ -7,9 +7,11 @@ import os
 import time
 from collections.abc import Collection, Iterator
 
+from tfdist.cluster import local_cluster
 from tfdist.cluster.resolvers import discovery
 from tfdist.cluster.resolvers.environment import ResolvedCluster
 from tfdist.config import TrainConfig, validation
+from tfdist.config.cluster import worker_range
 from tfdist.errors import ConfigError, collect_errors
 from tfdist.runtime.folders import storage
 from tfdist.runtime.folders.workdir import Workdir
@@ -66,6 +68,8 @@ class PreparedRun:
             raise ConfigError(faults)
         self.is_chief = self.resolved is None or self.resolved.task == self.resolved.cluster.chief
         self.starts_tasks = self.resolved is None and config.cluster.starts_tasks
+        if self.starts_tasks and not config.cluster.ray:
+            discovery.check_gpus(local_cluster(worker_range(config.cluster.workers).most, config.cluster.ps))
 
     def _find_cluster(self) -> None:
         arguments = self.config.cluster.resolver_arguments()

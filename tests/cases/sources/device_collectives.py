@@ -1,14 +1,18 @@
-"""The communicator of workers with GPUs, on CPU devices: each of its methods, and a training with it."""
+"""The communicators of workers with GPUs, on CPUs that stand in for them: each method, and trainings."""
 
 import keras
 import numpy as np
 import tensorflow as tf
 
-from tests.cases.arms import TWO_EACH, WORKERS
+import tfdist
+from tests.cases.arms import ON_GPUS, TWO_GPUS_EACH
 from tests.cases.case import case
 from tests.cases.sources.local_steps import EPOCHS, SIZE, Adam, X, Y, diloco, is_near, linear, local
-from tfdist.collectives.communicator import Communicator, DeviceCommunicator
+from tests.helpers.options import options_set
+from tfdist.collectives.communicator import Communicator, CrossProcessCommunicator, communicator_for
 from tfdist.collectives.requests import AllGather, AllReduce, AllToAll, Cond
+from tfdist.compat import tf_cluster
+from tfdist.compression import PowerSGD
 
 STEP = tf.constant(5, tf.int64)
 
@@ -20,7 +24,11 @@ def values(rank, shape):
 
 def on_graph(function):
     """Calls a function in a graph, as a step does; returns its numbers."""
-    return tf.nest.map_structure(lambda value: value.numpy(), tf.function(function, autograph=False)())
+    return numbers(tf.function(function, autograph=False)())
+
+
+def numbers(found):
+    return tf.nest.map_structure(lambda value: value.numpy(), found)
 
 
 def unequal(rank):
@@ -28,9 +36,9 @@ def unequal(rank):
     return values(rank, (rank + 1, 3)), np.arange(rank + 1) * 2
 
 
-@case(WORKERS, TWO_EACH, full=(TWO_EACH,))
+@case(ON_GPUS, TWO_GPUS_EACH)
 def every_method(world):
-    group = DeviceCommunicator(world.trainer.strategy)
+    group = communicator_for(world.trainer.strategy)
     every, own, workers = range(group.size), group.ranks, world.workers
     small = np.array([values(rank, (7, 3)) for rank in every])
     wide = np.array([values(rank, (group.size, 5)) for rank in every])
@@ -55,6 +63,7 @@ def every_method(world):
     number = tf.Variable(0.0)
 
     def chosen():
+        number.assign(0.0)
         group.cond(number < 1, lambda: number.assign(2.0), lambda: number.assign(3.0))
         return number.read_value()
 
@@ -88,18 +97,73 @@ def every_method(world):
         "processes": (lambda: tf.constant(group.processes), workers),
     }
     assert {name.partition(":")[0] for name in found} == {name for name in dir(Communicator) if name[0] != "_"}
-    return {name: (on_graph(function), right) for name, (function, right) in found.items()}
+    in_graph = {name: (on_graph(function), right) for name, (function, right) in found.items()}
+    eager = {f"{name}, eager": (numbers(function()), right) for name, (function, right) in found.items()}
+    return in_graph | eager
 
 
-@case(WORKERS)
+@case(ON_GPUS)
 def local_steps(world):
-    strategy = world.trainer.strategy
-    usual, strategy.communicator = strategy.communicator, DeviceCommunicator(strategy)
-    try:
-        with local(world, 5):
-            model = linear(world, keras.optimizers.Adam)
-            model.fit(X, Y, batch_size=SIZE, epochs=EPOCHS, shuffle=False, verbose=0)
-    finally:
-        strategy.communicator = usual
+    with local(world, 5):
+        model = linear(world, keras.optimizers.Adam)
+        model.fit(X, Y, batch_size=SIZE, epochs=EPOCHS, shuffle=False, verbose=0)
     anchors = diloco([Adam() for _ in range(world.workers)], (5, 10, 12), 1.0, 0.0)
     return {"weights": (is_near(model.get_weights(), anchors[-1]), True)}
+
+
+IDS = np.random.default_rng(3).integers(0, 12, (29, 4)).astype("int32")
+TARGETS = np.random.default_rng(4).normal(size=(29, 40)).astype("float32")
+TRAININGS = {
+    **{name: {"compression": name} for name in ("none", "bf16", "fp16", "int8", "topk")},
+    "powersgd": {"compression": PowerSGD()},
+    "eager": {"eager": True},
+    "eager int8": {"compression": "int8", "eager": True},
+    "split optimizer": {"shard_optimizer": True},
+    "table": {"shards": 2},
+}
+
+
+def trained(world, compression="none", eager=False, shards=1, shard_optimizer=False):
+    """Returns the weights of a table that is read by rows, and of a dense layer, after a training."""
+    keras.utils.set_random_seed(1)
+    trainer = tfdist.Trainer(world.trainer.strategy, compression=compression)
+    with options_set(trainer.strategy, shard_optimizer=shard_optimizer):
+        with trainer.scope():
+            table = tfdist.layers.Embedding(12, 40, shards=shards)
+            layers = [keras.Input((4,), dtype="int32"), table, keras.layers.GlobalAveragePooling1D()]
+            model = keras.Sequential([*layers, keras.layers.Dense(40)])
+            model.compile(keras.optimizers.Adam(0.125), "mse", run_eagerly=eager)
+        trainer.fit(model, IDS, TARGETS, batch_size=8, epochs=2, shuffle=False, verbose=0)
+        if shards == 1:
+            return model.get_weights()
+        return [values for _, values in table.table.own(range(12))] + model.layers[-1].get_weights()
+
+
+def train_each(name):
+    def run(world):
+        """Two numbers have one sum, so the bits are those of workers that sum on their CPUs; more are added in another order."""
+        strategy = world.trainer.strategy
+        found = trained(world, **TRAININGS[name])
+        on_device = strategy.communicator
+        strategy.communicator = CrossProcessCommunicator(
+            on_device.ranks, on_device.size, tf_cluster.process_launcher(strategy)
+        )
+        try:
+            right = trained(world, **TRAININGS[name])
+        finally:
+            strategy.communicator = on_device
+        pairs = {"weights": (found, right)}
+        if on_device.size == 2:
+            equal = [np.array_equal(*each) for each in zip(found, right, strict=True)]
+            pairs["equal bits"] = (equal, [True] * len(right))
+        return pairs
+
+    run.__module__ = __name__
+    refused = TRAININGS[name].keys() & {"shards", "shard_optimizer"}
+    case(ON_GPUS, name=name)(run)
+    error = "is not possible with several GPUs of one of several workers" if refused else ""
+    case(TWO_GPUS_EACH, name=f"{name}, two each", error=error)(run)
+
+
+for each in TRAININGS:
+    train_each(each)

@@ -19,7 +19,18 @@ import tensorflow as tf
 
 import tfdist
 from tests.cases import covering
-from tests.cases.arms import GRPC, MIRRORED, PIECES, SERVERS, TWO_EACH, WORKERS, Arm
+from tests.cases.arms import (
+    GRPC,
+    MIRRORED,
+    ON_GPUS,
+    PIECES,
+    PIECES_ON_GPUS,
+    SERVERS,
+    TWO_EACH,
+    TWO_GPUS_EACH,
+    WORKERS,
+    Arm,
+)
 from tests.cases.case import case
 from tests.fuzz.arithmetic import Rule, clipped
 from tests.helpers.options import options_set
@@ -29,6 +40,7 @@ from tfdist.layers.table import MIN_ROWS
 from tfdist.strategies import mesh
 
 ARMS = {arm.name: arm for arm in (WORKERS, MIRRORED, TWO_EACH, SERVERS, GRPC, PIECES)}
+ON_STAND_INS = {"workers": ON_GPUS, "two_each": TWO_GPUS_EACH, "pieces": PIECES_ON_GPUS}
 FEATURES: dict[str, list[Any]] = {
     "strategy": list(ARMS),
     "compression": ["none", "topk", "fp16"],
@@ -333,7 +345,7 @@ def train(world: Any, row: Row) -> list[np.ndarray]:
 def rows_here(table: Any) -> np.ndarray:
     """Returns a table with the rows that this worker holds, and NaN for the others."""
     values = np.full(table.shape, np.nan)
-    for part, rows in table.own_rows(range(table.shape[0])):
+    for part, rows in table.own(range(table.shape[0])):
         values[part] = rows
     return values
 
@@ -360,6 +372,10 @@ def register() -> None:
         run_row = functools.partial(run, row=row)
         run_row.__module__ = __name__  # type: ignore[attr-defined]
         case(ARMS[row["strategy"]], full=(), name=f"row_{number}")(run_row)
+        if row["strategy"] in ON_STAND_INS:
+            is_split = row["shard_optimizer"] or row["layer"] == "shards"
+            error = "with several GPUs of one of several workers" if is_split and row["strategy"] == "two_each" else ""
+            case(ON_STAND_INS[row["strategy"]], full=True, error=error, name=f"row_{number}_on_gpus")(run_row)
     for values, sentence in REFUSED:
         row = {**DEFAULTS, **values}
         run_row = functools.partial(run, row=row)

@@ -17,9 +17,10 @@ To add a resolver, write a function of the variables, and add a line to `RESOLVE
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import pathlib
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
 from tfdist.cluster.preflight import START_TIMEOUT
@@ -30,6 +31,7 @@ from tfdist.cluster.spec import ClusterSpec, ClusterTask, TaskSpec, split_addres
 from tfdist.config import registry
 from tfdist.config.registry import Plugin
 from tfdist.errors import ClusterError, ConfigError, collect_errors, describe_error, format_value, unknown_name_message
+from tfdist.runtime.log import logger
 
 _Resolver: TypeAlias = Callable[[Environment], RankAddresses | ClusterTask | None]
 
@@ -43,7 +45,7 @@ RESOLVERS: dict[str, tuple[str, _Resolver]] = {
     "kubernetes": ("TFDIST_PODS", kubernetes.resolve),
 }
 _RESERVED = ("auto", "none", *RESOLVERS)
-_GPUS_SHARED = "TFDIST_GPUS_SHARED"  # set if CUDA_VISIBLE_DEVICES is already this task's share
+GPUS_SHARED = "TFDIST_GPUS_SHARED"  # set if CUDA_VISIBLE_DEVICES is already this task's share
 
 
 def resolve(
@@ -161,28 +163,61 @@ def _ask_plugin(name: str, plugin: Plugin, variables: Environment) -> RankAddres
 def assign_gpus(variables: Environment, cluster: ClusterSpec, task: TaskSpec) -> dict[str, str]:
     """Returns CUDA_VISIBLE_DEVICES with this task's share of its host's GPUs; empty if tasks do not share GPUs.
 
-    Workers get equal shares. A chief and parameter servers get no GPUs, because TensorFlow would reserve all memory of them.
+    Tasks that compute, the workers and a chief without parameter servers, get equal shares. The others get no GPUs, because TensorFlow would
+    reserve all memory of them.
+
+    Raises:
+        ConfigError: The host has GPUs, and more tasks that compute.
     """
-    # Slurm, or an earlier call of this function, has already given this task its GPUs.
-    bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", _GPUS_SHARED)
+    # Slurm, Ray, or an earlier call of this function, has already given this task its GPUs.
+    bound = variables.get("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU", GPUS_SHARED)
     if bound or variables.get("SLURM_GPU_BIND") not in ("", "none") or "gpu" in variables.get("SLURM_TRES_PER_TASK"):
         return {}
     if task.type == "evaluator":  # it has no address, which would tell its host
         return {}
     host, _ = split_address(cluster.address(task))
     tasks_of_host = [other for other in cluster.tasks() if split_address(cluster.address(other))[0] == host]
-    workers = [other for other in tasks_of_host if other.type == "worker"]
-    if len(tasks_of_host) < 2:
+    computing = [other for other in tasks_of_host if other.type == "worker" or not cluster.jobs.get("ps")]
+    visible = _visible_gpus(variables)
+    if len(tasks_of_host) < 2 or not visible:
         return {}
-    named = variables.get("CUDA_VISIBLE_DEVICES") or ",".join(map(str, range(_count_gpus())))
-    visible = [gpu.strip() for gpu in named.split(",") if gpu.strip()]
-    if task not in workers:
-        return {"CUDA_VISIBLE_DEVICES": "", _GPUS_SHARED: "1"} if visible else {}
-    gpus_per_worker = len(visible) // len(workers)
-    if len(workers) == 1 or not gpus_per_worker:
+    gpus_per_task = len(visible) // max(len(computing), 1)
+    if computing and not gpus_per_task:
+        # TensorFlow would reserve all memory of a GPU for one of them, and NCCL takes a GPU once.
+        raise ConfigError(
+            f"{len(computing)} tasks that compute share the host {host}, and each needs a GPU. Received: {len(visible)} "
+            f"({','.join(visible)}). Start at most {len(visible)} there, as by --workers={len(visible)}, or set CUDA_VISIBLE_DEVICES= "
+            "(empty), by which all compute on the CPU."
+        )
+    if task not in computing:
+        return {"CUDA_VISIBLE_DEVICES": "", GPUS_SHARED: "1"}
+    if len(computing) == 1:
         return {}
-    first = workers.index(task) * gpus_per_worker
-    return {"CUDA_VISIBLE_DEVICES": ",".join(visible[first : first + gpus_per_worker]), _GPUS_SHARED: "1"}
+    number = computing.index(task)
+    unused = len(visible) - gpus_per_task * len(computing)
+    if unused and number == 0:
+        logger.warning(
+            f"{len(computing)} tasks share the {len(visible)} GPUs of the host {host}: each uses {gpus_per_task}, and {unused} "
+            f"{'is' if unused == 1 else 'are'} unused. To use all, start a number of tasks that divides it."
+        )
+    share = visible[number * gpus_per_task : (number + 1) * gpus_per_task]
+    return {"CUDA_VISIBLE_DEVICES": ",".join(share), GPUS_SHARED: "1"}
+
+
+def check_gpus(cluster: ClusterSpec, here: Sequence[TaskSpec] | None = None) -> None:
+    """Checks that this host has a GPU for each task that computes, or none, before the tasks `here` start; None means all tasks.
+
+    Raises:
+        ConfigError: As `assign_gpus`.
+    """
+    assign_gpus(Environment(os.environ), cluster, (here or cluster.tasks())[-1])
+
+
+def _visible_gpus(variables: Environment) -> list[str]:
+    if not variables.has("CUDA_VISIBLE_DEVICES"):
+        return list(map(str, range(_count_gpus())))
+    named = map(str.strip, variables.get("CUDA_VISIBLE_DEVICES").split(","))
+    return list(itertools.takewhile(lambda gpu: gpu not in ("", "-1"), named))  # as CUDA reads it
 
 
 def _count_gpus() -> int:

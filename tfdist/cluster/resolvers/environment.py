@@ -29,6 +29,10 @@ class Environment:
         self.timeout = timeout
         self.read: dict[str, str] = {}
 
+    def has(self, name: str) -> bool:
+        """Returns whether a variable is set, perhaps to an empty text."""
+        return name in self._environ
+
     def get(self, *names: str) -> str:
         """Returns the first of the variables that is set and not empty, or an empty text."""
         for name in names:
