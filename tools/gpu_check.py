@@ -1,9 +1,10 @@
-"""Checks tfdist on a machine with two GPUs, in about ten minutes, and prints one table in Markdown to paste into an issue.
+"""Checks tfdist on the GPUs of this machine, in about ten minutes, and prints one table in Markdown to paste into an issue.
 
-    python -m tools.gpu_check                  # in a checkout of tfdist; exit code 0 if all verdicts are ok, 1 if not, 2 without two GPUs
-    python -m tools.gpu_check --devices=cpu    # the same rows on two virtual CPUs
+    python -m tools.gpu_check                     # in a checkout of tfdist; exit code 0 if no verdict is a fault, else 1
+    python -m tools.gpu_check --out=check.json    # keeps each row's result, and continues after an interruption
 
-Each row is a run of `tfdist train` on the digits. Rows with two replicas train the same examples, so that their losses are compared.
+Each row is a run of `tfdist train`. Rows with two replicas train the same digits, so that their losses are compared. For the workers of a
+row that needs more GPUs than there are, CPUs stand in: their tensors take the ways of GPUs, but for NCCL's kernels.
 """
 
 from __future__ import annotations
@@ -25,10 +26,13 @@ from tfdist.doctor import checks
 _RUN_SECONDS = 300
 _DIFFERENCE = 0.02  # relative; sums in another order differ after 40 steps on a GPU
 _HALF_DIFFERENCE = 0.1
+_COMPRESSORS = {"bf16": _HALF_DIFFERENCE, "int8": _HALF_DIFFERENCE, "topk": None, "powersgd": None}
 _TRAINING = ("--config=digits", "--config.global_batch_size=64", "--config.epochs=2", "--config.steps_per_epoch=20")
 _WORKERS = ("--config.strategy.name=multi_worker_mirrored", "--config.cluster.workers=2")
 _KILLED = ("--config.max_restarts=1", "--config.backup.save_freq=10")
 _ERROR = re.compile(r"^(?:\[[^\]]+\] )?([\w.]+Error: .*)$", re.MULTILINE)  # the last line of a traceback
+_STOOD_IN = "ok, on CPUs"
+_SKIPPED = "needs {} GPUs"
 _NOT_POSSIBLE = 2  # the exit code of a configuration that the machine cannot run
 
 
@@ -40,33 +44,44 @@ class Row(NamedTuple):
         flags: Further flags of `tfdist train`.
         difference: The largest relative difference from the loss of the row `mirrored`; None if it is not compared.
         kill: A fault of `tools.chaos`; after it the run must have restarted once.
-        on_cpus: Whether no GPU is visible, as the warm spare needs.
+        gpus: The number of GPUs that the row uses; 0 if none is visible, as the warm spare needs.
+        only_gpus: Whether CPUs cannot stand in for them.
     """
 
     name: str
     flags: tuple[str, ...]
     difference: float | None = _DIFFERENCE
     kill: str = ""
-    on_cpus: bool = False
+    gpus: int = 2
+    only_gpus: bool = False
 
 
-def rows(two_devices: str) -> list[Row]:
-    """Returns all rows; `two_devices` is the value of `strategy.devices` that gives one process two devices."""
-    mirrored = ("--config.strategy.name=mirrored", f"--config.strategy.devices={two_devices}")
+def rows(gpus: int) -> list[Row]:
+    """Returns all rows, for a machine with a number of GPUs."""
+    mirrored = ("--config.strategy.name=mirrored", f"--config.strategy.devices={'GPU:0,GPU:1' if gpus > 1 else 2}")
     kill = "kill:worker:1@25"
     return [
-        Row("one device", (), difference=None),
+        Row("one device", (), difference=None, gpus=1),
+        Row("one device, mixed_float16", ("--config.precision=mixed_float16",), difference=None, gpus=1),
         Row("mirrored", mirrored),
-        Row("mirrored, nccl", (*mirrored, "--config.strategy.transport=nccl")),
+        Row("mirrored, nccl", (*mirrored, "--config.strategy.transport=nccl"), only_gpus=True),
         Row("mirrored, grpc", (*mirrored, "--config.strategy.transport=grpc")),
+        Row("mirrored, int8", (*mirrored, "--config.compression.name=int8"), _HALF_DIFFERENCE),
         Row("mirrored, mixed_float16", (*mirrored, "--config.precision=mixed_float16"), _HALF_DIFFERENCE),
         *(
             Row(f"two workers, {transport}", (*_WORKERS, f"--config.strategy.transport={transport}"))
-            for transport in ("nccl", "grpc", "tcp", "shared_memory")
+            for transport in ("nccl", "grpc")
+        ),
+        *(
+            Row(f"two workers, {name}", (*_WORKERS, f"--config.compression.name={name}"), difference)
+            for name, difference in _COMPRESSORS.items()
         ),
         Row("two workers, mixed_float16", (*_WORKERS, "--config.precision=mixed_float16"), _HALF_DIFFERENCE),
+        Row("two workers, split optimizer", (*_WORKERS, "--config.strategy.shard_optimizer=True")),
+        Row("two workers, local steps", (*_WORKERS, "--config.strategy.sync_every=5"), difference=None),
+        Row("two workers, tables", ("--config=ratings", *_WORKERS), difference=None),
         Row("backups: a worker is killed", (*_WORKERS, *_KILLED, "--config.cluster.warm=0"), kill=kill),
-        Row("spare: a worker is killed, on CPUs", (*_WORKERS, *_KILLED), kill=kill, on_cpus=True),
+        Row("spare: a worker is killed, on CPUs", (*_WORKERS, *_KILLED), kill=kill, gpus=0),
     ]
 
 
@@ -81,14 +96,18 @@ class Result(NamedTuple):
         return self.summary.get("metrics", {}).get("loss")
 
 
-def run(row: Row, workdir: pathlib.Path, reference: float | None) -> Result:
-    """Runs a row; `reference` is the loss that it is compared with."""
+def run(row: Row, workdir: pathlib.Path, gpus: int, reference: float | None) -> Result:
+    """Runs a row on a machine with `gpus` GPUs; `reference` is the loss that it is compared with."""
+    if row.only_gpus and gpus < row.gpus:
+        return Result(_SKIPPED.format(row.gpus), {})
     command = [sys.executable, "-m", "tfdist.train", *_TRAINING, *row.flags, f"--workdir={workdir}"]
     if row.kill:
         command = [sys.executable, "-m", "tools.chaos", row.kill, "--", *command]
     environ = dict(os.environ)
-    if row.on_cpus:
+    if gpus < row.gpus or not row.gpus:
         environ["CUDA_VISIBLE_DEVICES"] = ""
+    if gpus < row.gpus:
+        environ["TFDIST_CPUS_AS_GPUS"] = "1"
     try:
         done = subprocess.run(
             command, env=environ, capture_output=True, text=True, errors="replace", timeout=_RUN_SECONDS
@@ -103,7 +122,7 @@ def run(row: Row, workdir: pathlib.Path, reference: float | None) -> Result:
             begin = "not possible"
         return Result(f"{begin}: {messages[-1]}", {})
     summary = json.loads((workdir / "summary.json").read_text())
-    result = Result("ok", summary)
+    result = Result(_STOOD_IN if gpus < row.gpus else "ok", summary)
     if row.kill and summary["restarts"] != 1:
         return result._replace(verdict=f"{summary['restarts']} restarts, and should be 1")
     if row.difference is not None and reference is not None:
@@ -136,27 +155,28 @@ def table(results: Mapping[str, Result], machine: str) -> str:
 
 
 def main() -> int:
-    """Runs all rows; returns the exit code."""
+    """Runs all rows that have no result yet; returns the exit code."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--devices", choices=("gpu", "cpu"), default="gpu")
-    chosen = parser.parse_args().devices
+    parser.add_argument("--out", type=pathlib.Path, help="a JSON file of the results, by which the next call continues")
+    out = parser.parse_args().out
     found = [finding.value for finding in checks.devices(os.environ)]
-    two_devices = "2"
-    if chosen == "gpu":
-        if not all(f"GPU:{number}" in found[0] for number in (0, 1)):
-            print(f"TensorFlow sees fewer than two GPUs here ({', '.join(found)}): run this on a machine with two.")
-            return 2
-        two_devices = "GPU:0,GPU:1"
+    gpus = found[0].count("GPU:")
     results: dict[str, Result] = {}
+    if out and out.exists():
+        results = {name: Result(**result) for name, result in json.loads(out.read_text()).items()}
     with tempfile.TemporaryDirectory() as folder:
-        for number, row in enumerate(rows(two_devices)):
+        for number, row in enumerate(rows(gpus)):
+            if row.name in results:
+                continue
             print(f"{row.name} ...", file=sys.stderr, flush=True)
             reference = results["mirrored"].loss if "mirrored" in results else None
-            results[row.name] = run(row, pathlib.Path(folder, str(number)), reference)
+            results[row.name] = run(row, pathlib.Path(folder, str(number)), gpus, reference)
+            if out:
+                out.write_text(json.dumps({name: result._asdict() for name, result in results.items()}, indent=1))
     versions = next((result.summary["versions"] for result in results.values() if result.summary), {})
     named = ", ".join(f"{name} {version}" for name, version in versions.items())
     print(table(results, f"{', '.join(found)}; {platform.processor() or platform.machine()}; {named}"))
-    return int(any(result.verdict != "ok" for result in results.values()))
+    return int(any(not result.verdict.startswith(("ok", "needs")) for result in results.values()))
 
 
 if __name__ == "__main__":

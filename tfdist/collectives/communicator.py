@@ -289,9 +289,7 @@ class CrossProcessCommunicator(Communicator):
         self._tokens: dict[int, Any] = {}  # by lane
 
     def _reduce_of_processes(self, tensor: tf.Tensor, largest: bool) -> tf.Tensor:
-        # The order does not matter for two numbers. TensorFlow's ring adds more numbers in an order that depends on their position in
-        # the tensor.
-        if largest or self.processes == 2 or self._on_gpu or not tensor.dtype.is_floating:
+        if largest or self._adds_in_one_call(tensor.dtype):
             merge_op = "Max" if largest else "Add"
             return self._launch(tf_cluster.all_reduce, tensor, merge_op=merge_op, max_subdivs_per_device=_PIECES)
         vector = tf.reshape(tensor, [-1])
@@ -311,6 +309,16 @@ class CrossProcessCommunicator(Communicator):
             total = tf.reshape(self._gather_of_processes(local_part), [-1])[:count]
         return tf.reshape(total, tensor.shape)
 
+    def _adds_in_one_call(self, dtype: tf.DType) -> bool:
+        """Returns whether an all-reduce of TensorFlow adds as tfdist promises."""
+        if not dtype.is_floating:
+            return True
+        if self._on_gpu:
+            return bool(dtype != tf.bfloat16)  # TensorFlow's list of NCCL's types lacks it (core/nccl/nccl_manager.cc)
+        # The order does not matter for two numbers. TensorFlow's ring adds more numbers in an order that depends on their position in
+        # the tensor.
+        return self.processes == 2
+
     def _gather_of_processes(self, tensor: tf.Tensor) -> tf.Tensor:
         gathered = self._launch(tf_cluster.all_gather, tensor[tf.newaxis])
         return tf.ensure_shape(gathered, [self.processes, *tensor.shape])
@@ -325,7 +333,7 @@ class CrossProcessCommunicator(Communicator):
         return self._launch(tf_cluster.all_gather, rows, _key_of(step))
 
     def _add_changing_of_processes(self, tensor: tf.Tensor, step: tf.Tensor) -> tf.Tensor:
-        if self.processes == 2 or self._on_gpu or not tensor.dtype.is_floating:
+        if self._adds_in_one_call(tensor.dtype):
             return self._launch(tf_cluster.all_reduce, tensor, _key_of(step), merge_op="Add")
         gathered = self._launch(tf_cluster.all_gather, tensor[tf.newaxis], _key_of(step))
         return tree_sum([gathered[process] for process in range(self.processes)])
@@ -347,8 +355,8 @@ class CrossProcessCommunicator(Communicator):
         return tf.boolean_mask(values, present), tf.boolean_mask(indices, present)
 
     def _launch(self, collective: Any, tensor: tf.Tensor, key: Any = 0, **how: Any) -> tf.Tensor:
-        # TensorFlow cannot gather bfloat16.
-        if collective is tf_cluster.all_gather and tensor.dtype == tf.bfloat16:
+        # TensorFlow cannot gather bfloat16, and NCCL's types lack it.
+        if collective is not tf_cluster.all_reduce and tensor.dtype == tf.bfloat16:
             return tf.bitcast(self._launch(collective, tf.bitcast(tensor, tf.float16), key, **how), tf.bfloat16)
         options = tf_cluster.options(self._launcher)
         # Where a thread watches the waits, it alone decides when a wait is too long.
