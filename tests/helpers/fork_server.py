@@ -163,6 +163,8 @@ def run(request: Request) -> None:
     os.environ.clear()
     os.environ.update(request.environ)
     coverage_contexts.switch_as_environment_says()
+    if "TFDIST_PROGRESS" in os.environ:  # what `import tfdist` does in a process of its own
+        importlib.import_module("tfdist.runtime.report.ending").listen()
     sys.argv[:] = request.argv
     importlib.import_module("numpy").random.seed()  # or all ranks would draw the same numbers
     runpy.run_module(request.argv[0], run_name="__main__", alter_sys=True)
