@@ -152,6 +152,8 @@ def train_each(name):
             right = trained(world, **TRAININGS[name])
         finally:
             strategy.communicator = on_device
+        if name == "fp16" and on_device.size > 2:  # each of several sums is rounded to 11 bits, in another order
+            return {"weights": (all(np.allclose(*each, atol=2e-3) for each in zip(found, right, strict=True)), True)}
         pairs = {"weights": (found, right)}
         if on_device.size == 2:
             equal = [np.array_equal(*each) for each in zip(found, right, strict=True)]

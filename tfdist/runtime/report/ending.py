@@ -57,7 +57,7 @@ def _kind(exit_code: int, error: BaseException | None, sentence: str) -> Kind:
     # The second one is TensorFlow's.
     if isinstance(error, MemoryError) or type(error).__name__ == "ResourceExhaustedError":
         return Kind.MEMORY
-    return Kind.LOST if progress.own().lost else Kind.ERROR
+    return Kind.LOST if progress.has_lost() else Kind.ERROR
 
 
 def one_line(error: BaseException) -> str:

@@ -291,10 +291,16 @@ def settle_lost_steps() -> int | None:
     return record.repeated
 
 
+def has_lost() -> bool:
+    """Returns whether this process's task has reported the loss of another one. Waits for nothing."""
+    return _find_own().record.lost is not None
+
+
 def own() -> Progress:
     """Returns the record of this process's task. Waits for a step that still computes its metrics, which `write` does not."""
     own = _find_own()
-    texts = {name: f"{float(value):.4g}" for name, value in own.logs.items() if getattr(value, "shape", ()) == ()}
+    values = {name: value for name, value in own.logs.items() if not isinstance(value, str)}
+    texts = {name: f"{float(value):.4g}" for name, value in values.items() if getattr(value, "shape", ()) == ()}
     return dataclasses.replace(own.record, metrics={**own.record.metrics, **texts})
 
 
